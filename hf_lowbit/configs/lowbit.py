@@ -1,0 +1,216 @@
+"""`LowBitConfig`: compress the weights of a model to low bits."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .scheme import Scheme
+
+
+QUANT_METHOD = "hf_lowbit"
+FORMAT_VERSION = 1
+METHODS = ("rtn", "gptq")
+FIELDS = ("bits", "group_size", "symmetric", "activations", "method", "budget", "calibration", "modules",
+          "modules_to_not_convert", "dequantize")  # fmt: skip
+# what decides the stored numbers; a request that differs in one of them conflicts with a checkpoint's own
+STORED_FIELDS = ("bits", "group_size", "symmetric", "activations", "method")
+
+
+class LowBitConfig(QuantizationConfigMixin):
+    """Quantization config for `from_pretrained(quantization_config=...)` and `hf_lowbit.quantize`.
+
+    Args:
+        bits: "ternary", 2, 3, 4 (default) or 8. A float such as 3.2 (average bits, planned) is not available yet.
+        group_size: weights along the input that share one scale (default 128); None: one scale per output channel;
+            "tensor": one scale per weight. It need not divide the input size.
+        symmetric: None (default) uses zero points at 2 and 3 bits and none elsewhere.
+        activations: "float" or "int8" per token; None (default) is "int8" for ternary and "float" for the rest.
+        method: "rtn", round to nearest with a searched clip, without data. "gptq" is not available yet.
+        budget: bytes to fit, planned. Not available yet.
+        calibration: data for calibrated methods; never saved. "rtn" needs none.
+        modules: {name or "re:pattern": Scheme or dict} for single modules; overrides the fields above. Naming an embedding
+            or the output layer here is how it is asked to be converted too. After conversion it lists every converted
+            module, and that is what is saved.
+        modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense (output
+            embeddings, tied weights, task heads, routers, weights that model code reads directly).
+        dequantize: turn a low-bit checkpoint back into dense weights while loading.
+
+    Names match whole dotted parts anywhere in a module's path: "mlp.gate" matches `model.layers.0.mlp.gate` and everything
+    below it, not `mlp.gate_proj`. Patterns after "re:" are searched, anchored at dots. A pattern that matches nothing is an
+    error when the model is converted.
+
+    Raises:
+        TypeError, ValueError: with the field, its value and the allowed ones.
+        NotImplementedError: for what is announced but not available yet.
+    """
+
+    def __init__(
+        self,
+        bits: str | int = 4,
+        group_size: int | str | None = 128,
+        symmetric: bool | None = None,
+        activations: str | None = None,
+        method: str = "rtn",
+        budget: str | int | None = None,
+        calibration: Any = None,
+        modules: Mapping[str, Scheme | Mapping] | None = None,
+        modules_to_not_convert: list[str] | None = None,
+        dequantize: bool = False,
+        **kwargs,
+    ):
+        _check_rest(kwargs)
+        self.quant_method = QUANT_METHOD
+        if isinstance(bits, float):
+            raise NotImplementedError(
+                f'`bits`={bits} asks for a planned average, which is not available yet; use "ternary", 2, 3, 4 or 8.'
+            )
+        if budget is not None:
+            raise NotImplementedError(
+                f"`budget`={budget!r} asks for a planned size, which is not available yet; choose `bits` instead."
+            )
+        if method not in METHODS:
+            raise ValueError(f"`method`={method!r} is not supported; use one of {list(METHODS)}.")
+        if method == "gptq":
+            raise NotImplementedError('`method`="gptq" is not available yet; use "rtn".')
+        if calibration is not None:
+            warnings.warn('`calibration` is not used: `method`="rtn" rounds without data.', stacklevel=2)
+        if not isinstance(dequantize, bool):
+            raise TypeError(f"`dequantize`={dequantize!r} must be True or False.")
+        default = Scheme(bits, group_size, symmetric, activations)
+        self.bits = default.bits
+        self.group_size = default.group_size
+        self.symmetric = default.symmetric
+        self.activations = default.activations
+        self.method = method
+        self.budget = budget
+        self.calibration = calibration
+        self.modules, self.shapes = _read_modules(modules)
+        self.modules_to_not_convert = _read_names(modules_to_not_convert)
+        self.dequantize = dequantize
+
+    @property
+    def default_scheme(self) -> Scheme:
+        """The scheme of modules that `modules` does not name."""
+        return Scheme(self.bits, self.group_size, self.symmetric, self.activations)
+
+    @property
+    def is_resolved(self) -> bool:
+        """True once `modules` lists what was converted, with shapes: the config of a checkpoint."""
+        return bool(self.shapes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; calibration data is left out, unset fields too."""
+        modules = {name: scheme.to_dict() for name, scheme in self.modules.items()}
+        for name, shape in self.shapes.items():
+            modules[name]["shape"] = list(shape)
+        output = {"quant_method": self.quant_method, "format_version": FORMAT_VERSION, "bits": self.bits,
+                  "group_size": self.group_size, "symmetric": self.symmetric, "activations": self.activations,
+                  "method": self.method, "modules": modules,
+                  "modules_to_not_convert": list(self.modules_to_not_convert)}  # fmt: skip
+        if self.dequantize:
+            output["dequantize"] = True
+        return output
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Same as `to_dict`: every field decides how the bytes are read."""
+        return self.to_dict()
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """`to_dict` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What transformers carries over from this config to the one of an already low-bit checkpoint."""
+        requested = {field: getattr(self, field) for field in STORED_FIELDS}
+        return {"dequantize": self.dequantize, "requested": requested}
+
+    def conflict(self) -> str | None:
+        """Why this checkpoint config disagrees with what the user asked for at load, or None."""
+        requested = getattr(self, "requested", None)
+        if requested is None or self.dequantize:
+            return None
+        wrong = [f for f in STORED_FIELDS if requested[f] != getattr(self, f)]
+        if not wrong:
+            return None
+        return (
+            "the checkpoint is already low-bit, with "
+            + ", ".join(f"`{f}`={getattr(self, f)!r}" for f in wrong)
+            + ", but `quantization_config` asks for "
+            + ", ".join(f"`{f}`={requested[f]!r}" for f in wrong)
+            + ". Load it without `quantization_config`; or load it with LowBitConfig(dequantize=True) and quantize the "
+            "result again with hf_lowbit.quantize."
+        )
+
+    def __iter__(self):
+        yield from self.to_dict().items()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LowBitConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} {self.to_json_string()}"
+
+
+def _check_rest(rest: dict) -> None:
+    """Accept the bookkeeping keys of a saved config, refuse every unknown field by name."""
+    method = rest.pop("quant_method", QUANT_METHOD)
+    if method != QUANT_METHOD:
+        raise ValueError(f"`quant_method`={method!r} is not {QUANT_METHOD!r}; this config reads only its own.")
+    version = rest.pop("format_version", FORMAT_VERSION)
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ValueError(f"`format_version`={version!r} is not a format version (a positive integer).")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"`format_version`={version} is newer than {FORMAT_VERSION}, the newest this hf_lowbit reads; upgrade hf_lowbit."
+        )
+    for name in rest:
+        close = difflib.get_close_matches(name, FIELDS, n=1)
+        hint = f"; did you mean `{close[0]}`?" if close else f"; the fields are {list(FIELDS)}."
+        raise TypeError(f"LowBitConfig has no field `{name}`{hint}")
+
+
+def _read_modules(modules) -> tuple[dict[str, Scheme], dict[str, tuple[int, ...]]]:
+    if modules is None:
+        return {}, {}
+    if not isinstance(modules, Mapping):
+        raise TypeError(f"`modules` must be a dict of name to Scheme, got {type(modules).__name__}.")
+    schemes, shapes = {}, {}
+    for name, value in modules.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"`modules` has the key {name!r}; keys are module names or 're:' patterns.")
+        if isinstance(value, Mapping):
+            value = dict(value)
+            shape = value.pop("shape", None)
+            if shape is not None:
+                shapes[name] = _read_shape(name, shape)
+            try:
+                value = Scheme(**value)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"`modules[{name!r}]`: {error}") from None
+        if not isinstance(value, Scheme):
+            raise TypeError(f"`modules[{name!r}]` must be a Scheme or a dict of its fields, got {value!r}.")
+        schemes[name] = value
+    return schemes, shapes
+
+
+def _read_shape(name: str, shape) -> tuple[int, ...]:
+    valid = isinstance(shape, (list, tuple)) and len(shape) in (2, 3)
+    if not valid or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape):
+        raise ValueError(f"`modules[{name!r}]` has `shape`={shape!r}; a shape is two or three sizes.")
+    return tuple(shape)
+
+
+def _read_names(names) -> list[str]:
+    if names is None:
+        return []
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(f"`modules_to_not_convert`={names!r} must be a list of module names or 're:' patterns.")
+    return list(names)
