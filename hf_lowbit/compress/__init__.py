@@ -1,0 +1,1 @@
+"""Compression, in the order it runs: inspect a model, plan, convert, report."""

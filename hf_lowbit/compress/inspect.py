@@ -1,0 +1,153 @@
+"""`inspect`: what a model is made of, what each part would weigh at each bit width, and what can't be converted and why.
+
+Needs no weights: a model id or folder is built on the meta device from its config.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from ..configs.lowbit import LowBitConfig
+from ..configs.scheme import BITS, Scheme
+from ..nn.packed import LowBitModule, PackedWeight
+from ..nn.targets import Target, find_targets
+from .table import megabytes, render_table
+
+
+@dataclass
+class ModuleFacts:
+    """One module with weights of its own.
+
+    `bytes_at` is the size of its weight at each bit width (scales included, biases not), empty when no low-bit layer
+    exists for it. `convertible` is False when it stays dense by default; `reason` says why.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    parameters: int
+    dense_bytes: int
+    convertible: bool
+    reason: str
+    bytes_at: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Inspection:
+    """What `inspect` found; `print` shows the table. Totals count every parameter once, tied ones too."""
+
+    model: str
+    modules: list[ModuleFacts]
+    total_parameters: int
+    convertible_parameters: int
+    dense_bytes: int
+    bytes_at: dict[str, int]
+    group_size: int | str | None
+
+    def to_dict(self) -> dict:
+        """Plain JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        header = ["module", "kind", "shape", "parameters", "dense", *(_label(bits) for bits in BITS), "note"]
+        rows = [
+            [m.name, m.kind, "x".join(map(str, m.shape)), f"{m.parameters:,}", megabytes(m.dense_bytes),
+             *(megabytes(m.bytes_at[str(b)]) if m.bytes_at else "-" for b in BITS),
+             "" if m.convertible else m.reason]
+            for m in self.modules
+        ]  # fmt: skip
+        share = 100 * self.convertible_parameters / max(self.total_parameters, 1)
+        total = ["whole model", "", "", f"{self.total_parameters:,}", megabytes(self.dense_bytes),
+                 *(megabytes(self.bytes_at[str(b)]) for b in BITS), f"{share:.1f} % of parameters convertible"]  # fmt: skip
+        note = f"sizes in MB, group_size={self.group_size}; the whole model at a width keeps its dense rest as it is"
+        return f"{self.model}\n{render_table(header, [*rows, total])}\n{note}"
+
+
+def inspect(model_or_id: nn.Module | str | os.PathLike, group_size: int | str | None = 128) -> Inspection:
+    """List a model's modules with shapes, parameters, bytes at each bit width, and what can't be converted and why.
+
+    Args:
+        model_or_id: a model, or the id or folder of one (only its config is read; no weights are loaded).
+        group_size: group size of the sizes shown (default 128); None or "tensor" as in `LowBitConfig`.
+
+    Raises:
+        OSError: when there is no such model. TypeError: for anything that is neither a model nor a name.
+    """
+    model, title = _build(model_or_id)
+    request = LowBitConfig(group_size=group_size)
+    try:
+        targets = find_targets(model, request)
+    except ValueError:
+        # nothing convertible is a finding here, not an error
+        targets = []
+    by_parameter = {target.parameter_name: target for target in targets}
+    facts, seen = [], {}
+    for module_name, module in model.named_modules():
+        for parameter, tensor in module.named_parameters(recurse=False):
+            if id(tensor) in seen:
+                continue
+            seen[id(tensor)] = True
+            full = f"{module_name}.{parameter}" if module_name else parameter
+            facts.append(_facts(full, module, tensor, by_parameter.get(full), group_size))
+    facts = [fact for fact in facts if fact is not None]
+    dense_bytes = sum(fact.dense_bytes for fact in facts)
+    bytes_at = {
+        str(b): sum(f.bytes_at[str(b)] if f.convertible and f.bytes_at else f.dense_bytes for f in facts) for b in BITS
+    }
+    return Inspection(
+        title, facts, sum(f.parameters for f in facts), sum(f.parameters for f in facts if f.convertible),
+        dense_bytes, bytes_at, group_size,
+    )  # fmt: skip
+
+
+def _facts(full, module, tensor, target: Target | None, group_size) -> ModuleFacts | None:
+    owner, _, parameter = full.rpartition(".")
+    if isinstance(module, LowBitModule):
+        if parameter in module.companions():
+            return None
+        if parameter in module.lowbit:
+            packed = module.lowbit[parameter]
+            return ModuleFacts(owner, type(module).__name__, packed.shape, packed.parameters, packed.bytes(), False,
+                               f"already low-bit ({packed.scheme.bits})")  # fmt: skip
+    size = tensor.numel() * tensor.element_size()
+    if target is None:
+        kind = type(module).__name__
+        return ModuleFacts(full, kind, tuple(tensor.shape), tensor.numel(), size, False, f"no low-bit form in {kind}")
+    sizes = {
+        str(bits): PackedWeight(Scheme(bits, group_size), tuple(tensor.shape), target.kind == "conv1d").bytes()
+        for bits in BITS
+    }
+    return ModuleFacts(target.name, target.kind, tuple(tensor.shape), tensor.numel(), size, target.packed is not None,
+                       target.reason, sizes)  # fmt: skip
+
+
+def _build(model_or_id) -> tuple[nn.Module, str]:
+    if isinstance(model_or_id, nn.Module):
+        return model_or_id, type(model_or_id).__name__
+    if not isinstance(model_or_id, (str, os.PathLike)):
+        raise TypeError(f"`model_or_id` must be a model, a model id or a folder, got {type(model_or_id).__name__}.")
+    config = AutoConfig.from_pretrained(model_or_id)
+    if hasattr(config, "quantization_config"):
+        raise ValueError(
+            f"`{model_or_id}` is already quantized; load it with from_pretrained and print hf_lowbit.report(model)."
+        )
+    names = [name for name in (getattr(config, "architectures", None) or []) if hasattr(transformers, name)]
+    cls = getattr(transformers, names[0]) if names else transformers.AutoModel
+    with torch.device("meta"):
+        model = cls._from_config(config) if issubclass_pretrained(cls) else cls.from_config(config)
+    return model, str(model_or_id)
+
+
+def issubclass_pretrained(cls) -> bool:
+    """Is `cls` a model class (and not an Auto class)?"""
+    return isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+
+
+def _label(bits: str | int) -> str:
+    return bits if isinstance(bits, str) else f"{bits} bits"

@@ -1,0 +1,157 @@
+"""`report`: what of a model is low-bit, in which scheme, at how many measured bytes, by which kernel, and why the rest is not.
+
+Every parameter is counted once, so that the shares add up to 100 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from ..configs.scheme import Scheme
+from ..functional.dispatch import Problem, choose
+from ..nn.names import first_match
+from ..nn.packed import LowBitModule, PackedWeight
+from ..nn.rules import default_reasons, find_reason, hard_reasons, tied_groups
+from .table import megabytes, render_table
+
+
+@dataclass
+class ModuleReport:
+    """One weight. `scheme` is None when it is dense. `bits_per_weight` counts scales and zero points.
+
+    `kernel` is what multiplies one token, `reason` why that one, or why the weight is dense.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    scheme: Scheme | None
+    parameters: int
+    bytes: int
+    bits_per_weight: float
+    kernel: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """What `report` found; `print` shows the table."""
+
+    modules: list[ModuleReport]
+    total_parameters: int
+    lowbit_parameters: int
+    total_bytes: int
+    lowbit_bytes: int
+    dense_bytes_16bit: int
+    bits_per_weight: float
+
+    def to_dict(self) -> dict:
+        """Plain JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        header = ["weights", "count", "parameters", "share", "MB", "bits/weight", "activations", "kernel", "why"]
+        groups: dict[tuple, list[ModuleReport]] = {}
+        for m in self.modules:
+            groups.setdefault((m.scheme, m.kernel, m.reason), []).append(m)
+        rows = []
+        for (scheme, kernel, reason), members in groups.items():
+            parameters, size = sum(m.parameters for m in members), sum(m.bytes for m in members)
+            rows.append([
+                _describe(scheme), str(len(members)), f"{parameters:,}",
+                f"{100 * parameters / max(self.total_parameters, 1):.1f} %", megabytes(size),
+                f"{8 * size / max(parameters, 1):.2f}", "-" if scheme is None else scheme.activations, kernel, reason,
+            ])  # fmt: skip
+        share = 100 * self.lowbit_parameters / max(self.total_parameters, 1)
+        last = (
+            f"{share:.1f} % of {self.total_parameters:,} parameters are low-bit, at {self.bits_per_weight:.2f} bits per "
+            f"weight; {megabytes(self.total_bytes)} MB in all, against {megabytes(self.dense_bytes_16bit)} MB at 16 bits."
+        )
+        return f"{render_table(header, rows)}\n{last}"
+
+
+def report(model: nn.Module) -> Report:
+    """What is low-bit in `model`, with measured bytes; `print(report(model))` shows it, `.modules` lists every weight.
+
+    Raises TypeError when `model` is not a torch module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch module, got {type(model).__name__}.")
+    why_dense = _reasons(model)
+    modules, seen = [], set()
+    for name, module in model.named_modules():
+        lowbit = module.lowbit if isinstance(module, LowBitModule) else {}
+        companions = set(module.companions()) if lowbit else set()
+        for parameter, tensor in module.named_parameters(recurse=False):
+            if id(tensor) in seen or parameter in companions:
+                continue
+            seen.add(id(tensor))
+            full = f"{name}.{parameter}" if name else parameter
+            if parameter in lowbit:
+                modules.append(_lowbit_row(full, module, parameter, lowbit[parameter]))
+            else:
+                size = tensor.numel() * tensor.element_size()
+                reason = why_dense(name, module, parameter)
+                modules.append(ModuleReport(full, type(module).__name__, tuple(tensor.shape), None, tensor.numel(), size,
+                                            8.0 * tensor.element_size(), "dense", reason))  # fmt: skip
+    low = [m for m in modules if m.scheme is not None]
+    parameters, low_parameters = sum(m.parameters for m in modules), sum(m.parameters for m in low)
+    low_bytes = sum(m.bytes for m in low)
+    return Report(modules, parameters, low_parameters, sum(m.bytes for m in modules), low_bytes, 2 * parameters,
+                  8 * low_bytes / low_parameters if low_parameters else 0.0)  # fmt: skip
+
+
+def _lowbit_row(full: str, module: LowBitModule, parameter: str, packed: PackedWeight) -> ModuleReport:
+    tensors = [module._parameters[parameter + suffix] for suffix in packed.tensors()]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if hasattr(module, "output_like"):
+        kernel, reason = "lookup", "rows are unpacked when they are looked up"
+    else:
+        choice = choose(problem_for(module, parameter, packed, rows=1))
+        kernel, reason = choice.kernel.name, choice.reason
+    return ModuleReport(full, type(module).__name__, packed.shape, packed.scheme, packed.parameters, size,
+                        8 * size / max(packed.parameters, 1), kernel, reason)  # fmt: skip
+
+
+def problem_for(module: LowBitModule, parameter: str, packed: PackedWeight, rows: int) -> Problem:
+    """The product a module's packed weight takes part in, for `rows` tokens in the dtype of its bias or of bfloat16."""
+    scheme, bias = packed.scheme, getattr(module, "bias", None)
+    dtype = bias.dtype if isinstance(bias, torch.Tensor) else torch.bfloat16
+    return Problem(
+        scheme.bits, scheme.block or 0, scheme.group_size == "tensor", not scheme.symmetric, scheme.activations == "int8",
+        packed.out_features, packed.in_features, rows, dtype, module._parameters[parameter].device.type,
+    )  # fmt: skip
+
+
+def _reasons(model: nn.Module):
+    default, hard, ties = default_reasons(model), hard_reasons(model), tied_groups(model)
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    named = getattr(config, "modules_to_not_convert", None) or []
+
+    def why(name: str, module: nn.Module, parameter: str) -> str:
+        if parameter != "weight" and not (module._parameters[parameter].ndim == 3 and "Experts" in type(module).__name__):
+            return "bias or other vector"
+        skip = first_match(named, name)
+        if skip is not None:
+            return f"`modules_to_not_convert` names it ({skip!r})"
+        reason = find_reason(hard, name) or find_reason(default, name)
+        if reason is None and any(f"{name}.{parameter}" in group for group in ties):
+            reason = "tied weight"
+        if reason is None and isinstance(module, nn.Embedding):
+            reason = "embeddings are converted only when `modules` names them"
+        if reason is None and not isinstance(module, nn.Linear):
+            reason = f"no low-bit form of {type(module).__name__}"
+        return reason or "not converted"
+
+    return why
+
+
+def _describe(scheme: Scheme | None) -> str:
+    if scheme is None:
+        return "dense"
+    bits = scheme.bits if isinstance(scheme.bits, str) else f"{scheme.bits} bits"
+    scope = {None: "per channel", "tensor": "per tensor"}.get(scheme.group_size, f"groups of {scheme.group_size}")
+    return f"{bits}, {scope}" + ("" if scheme.symmetric else ", zero points")

@@ -1,0 +1,54 @@
+"""Which low-bit class stands in for a dense class, and back.
+
+A module is converted in place, by changing its class: hooks, attributes, buffers and references to it stay. Plain classes
+map to fixed ones. A subclass that calls `super().forward` (Gemma's scaled embedding) gets a class made on the fly,
+`LowBit<Name>(<Name>, LowBitEmbedding)`, so that its `super()` reaches ours; such classes pickle by naming their dense class.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .embedding import LowBitEmbedding
+from .experts import LowBitExperts, stack_property
+from .linear import LowBitConv1D, LowBitLinear
+from .packed import LowBitModule
+
+
+KINDS = {"linear": (nn.Linear, LowBitLinear), "conv1d": (Conv1D, LowBitConv1D),
+         "embedding": (nn.Embedding, LowBitEmbedding)}  # fmt: skip
+
+
+@lru_cache(maxsize=None)
+def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...] = ("weight",)) -> type:
+    """The low-bit class for `dense_class`. `names` are the packed parameters (more than one for experts)."""
+    if kind == "experts":
+        bases: tuple[type, ...] = (LowBitExperts, dense_class)
+        body = {name: stack_property(name) for name in names}
+    else:
+        plain, lowbit = KINDS[kind]
+        if dense_class is plain:
+            return lowbit
+        bases, body = (dense_class, lowbit), {}
+    body |= {"__reduce_ex__": _reduce, "__module__": __name__, "_made_from": (dense_class, kind, names)}
+    return type(f"LowBit{dense_class.__name__}", bases, body)
+
+
+def dense_class(module: LowBitModule) -> type:
+    """The class a low-bit module had before it was converted."""
+    made_from = getattr(type(module), "_made_from", None)
+    if made_from is not None:
+        return made_from[0]
+    return next(plain for plain, lowbit in KINDS.values() if type(module) is lowbit)
+
+
+def _reduce(self, protocol):
+    return _empty, type(self)._made_from, self.__getstate__()
+
+
+def _empty(dense: type, kind: str, names: tuple[str, ...]) -> nn.Module:
+    cls = lowbit_class(dense, kind, names)
+    return cls.__new__(cls)

@@ -1,0 +1,121 @@
+"""Fused experts: modules that hold all experts of a layer in 3-D parameters ([E, N, K], or [E, K, N]).
+
+The model's own forward indexes the parameter by expert (`self.gate_up_proj[e]`). Two ways keep it working:
+
+- modules that follow transformers' experts interface (`has_gate`, `is_transposed`, ... attributes) get a forward of ours that
+  multiplies each expert's tokens with its packed weight directly;
+- all other code sees, under the parameter's name, an `ExpertStack` that dequantizes exactly what is indexed or used.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from ..functional.grid import dequantize, grid_of
+from ..functional.linear import linear
+from ..functional.packing import unpack
+from .packed import LowBitModule
+
+
+# the dtype in which an experts module's own forward reads its stacks; None outside of one
+_reading: ContextVar[torch.dtype | None] = ContextVar("hf_lowbit_experts_dtype", default=None)
+
+
+class ExpertStack:
+    """Stands for the dense 3-D parameter: indexing dequantizes the experts asked for, any torch function the whole."""
+
+    def __init__(self, module: LowBitExperts, name: str, dtype: torch.dtype):
+        self._module, self._name, self._dtype = module, name, dtype
+
+    def __getitem__(self, index) -> Tensor:
+        if isinstance(index, tuple):
+            return self.dense()[index]
+        module, packed = self._module, self._module.lowbit[self._name]
+        scale = module._parameters[f"{self._name}_scale"][index]
+        zero_point = module._parameters[f"{self._name}_zero_point"]
+        zero_point = None if zero_point is None else zero_point[index]
+        stored = module._parameters[self._name][index].squeeze(-3)
+        codes = unpack(stored, grid_of(packed.scheme.bits), packed.in_features)
+        dense = dequantize(codes, scale, zero_point, packed.scheme.block, self._dtype)
+        return dense.transpose(-1, -2) if packed.transposed else dense
+
+    def dense(self) -> Tensor:
+        """The whole parameter, dense."""
+        return self._module.dense_weight(self._name, self._dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._module.lowbit[self._name].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        def densify(value):
+            if isinstance(value, ExpertStack):
+                return value.dense()
+            return type(value)(densify(v) for v in value) if type(value) in (list, tuple) else value
+
+        return func(*densify(args), **{key: densify(value) for key, value in (kwargs or {}).items()})
+
+
+class LowBitExperts(LowBitModule):
+    """Mixin put in front of an experts class by `classes.lowbit_class`; its properties hide the packed parameters."""
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        routed = len(args) == 2 and not kwargs and hasattr(self, "has_gate") and hasattr(self, "is_transposed")
+        first = "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj"
+        if routed and first in self.lowbit and "down_proj" in self.lowbit:
+            return self._forward_by_expert(hidden_states, *args, first)
+        token = _reading.set(hidden_states.dtype)
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            _reading.reset(token)
+
+    def _forward_by_expert(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, first: str) -> Tensor:
+        """x [T, K], expert ids and weights [T, k] -> [T, K]; accumulated in float32."""
+        output = torch.zeros_like(x, dtype=torch.float32)
+        for expert in range(self.num_experts):
+            token, slot = torch.where(top_k_index == expert)
+            if token.numel() == 0:
+                continue
+            hidden = self._project(x[token], first, expert)
+            hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+            hidden = self._project(hidden, "down_proj", expert)
+            if getattr(self, "has_post_expert_norm", False):
+                hidden = self.post_expert_norm(hidden)
+            output.index_add_(0, token, (hidden * top_k_weights[token, slot, None]).to(torch.float32))
+        return output.to(x.dtype)
+
+    def _project(self, x: Tensor, name: str, expert: int) -> Tensor:
+        parameters, packed = self._parameters, self.lowbit[name]
+        zero_point = parameters[f"{name}_zero_point"]
+        bias = parameters.get(f"{name}_bias") if self.has_bias else None
+        return linear(
+            x, parameters[name][expert], parameters[f"{name}_scale"][expert],
+            None if zero_point is None else zero_point[expert], None if bias is None else bias[expert],
+            packed.scheme.bits, packed.in_features, packed.scheme.block, packed.scheme.activations == "int8",
+        )  # fmt: skip
+
+
+def stack_property(name: str) -> property:
+    """A parameter's name on an experts class: the packed tensor, but an `ExpertStack` for the module's own forward."""
+
+    def read(self):
+        dtype = _reading.get()
+        if dtype is None or name not in self.__dict__.get("lowbit", {}):
+            return self._parameters[name]
+        return ExpertStack(self, name, dtype)
+
+    return property(read)

@@ -1,0 +1,48 @@
+"""Low-bit linear layers: `LowBitLinear` for `nn.Linear`, `LowBitConv1D` for GPT-2's `Conv1D` (weight [K, N])."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..functional.linear import linear
+from .packed import LowBitModule
+
+
+def packed_linear(module: LowBitModule, x: Tensor) -> Tensor:
+    """x [..., K] -> [..., N] with the module's packed `weight`; under autocast in autocast's dtype, as torch's linear."""
+    parameters = module._parameters
+    packed = module.lowbit["weight"]
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return linear(
+        x, parameters["weight"], parameters["weight_scale"], parameters["weight_zero_point"], parameters["bias"],
+        packed.scheme.bits, packed.in_features, packed.scheme.block, packed.scheme.activations == "int8",
+    )  # fmt: skip
+
+
+class LowBitLinear(LowBitModule, nn.Linear):
+    """`nn.Linear` with packed weight. A subclass, since PEFT and transformers look for it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return packed_linear(self, input)
+
+
+class LowBitConv1D(LowBitModule, Conv1D):
+    """GPT-2's `Conv1D` with packed weight, stored as a linear layer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return packed_linear(self, x)
+
+
+class FlatLinear(nn.Linear):
+    """A dense linear layer that flattens its input to 2-D.
+
+    The output layer that stays dense is called on `hidden[:, -1:, :]`, whose strides send torch's bf16 product on CPU through
+    a copy of the whole weight (300 ms instead of 9 for a vocabulary of 49152).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = nn.functional.linear(input.reshape(-1, input.shape[-1]), self.weight, self.bias)
+        return y.view(*input.shape[:-1], y.shape[-1])

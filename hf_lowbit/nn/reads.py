@@ -1,0 +1,109 @@
+"""Weights that model code reads directly, as in `F.linear(x, self.dt_proj.weight)`, found in the code itself.
+
+A packed weight is only right inside its own layer's forward. Reading `.weight` elsewhere would take codes for numbers, and
+reading `.weight.dtype` would cast activations to the codes' dtype; both silently. So the source of every class in the model
+is searched for `self.<path>.weight`, and what it names stays dense. A read is harmless when it asks for the device only,
+stands in a method that compares the dtype with `torch.int8` (T5), or under `if self.training` (packed weights don't train).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import lru_cache
+
+from torch import nn
+
+
+# methods that treat weights as parameters and not as numbers; those whose name starts with init or reset run before packing
+NOT_FORWARD = ("post_init", "tie_weights", "_tie_weights", "load_hook", "_load_from_state_dict", "extra_repr")
+INITIALIZERS = ("init", "reset")
+# branches that only exist for a simulated tensor-parallel checkpoint layout, off unless the config says otherwise
+LAYOUT_SWITCH = "pretraining_tp"
+
+
+def directly_read(model: nn.Module) -> dict[str, str]:
+    """{module name: class that reads its weight}; a module that reads its own weight is named itself."""
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        for path in _reads(type(module)):
+            name = ".".join(part for part in (prefix, path) if part)
+            found.setdefault(name, type(module).__name__)
+    return found
+
+
+def reads_own_weight(cls: type, stop: type) -> bool:
+    """Does a subclass of `stop` use `self.weight` in code of its own?"""
+    return any("" in _class_reads(c) for c in cls.__mro__[: cls.__mro__.index(stop)])
+
+
+def _reads(cls: type) -> list[str]:
+    if cls.__module__.startswith("torch.nn.") and cls is not nn.MultiheadAttention:
+        return []
+    classes = [c for c in cls.__mro__ if c.__module__.split(".")[0] not in ("builtins", "abc")]
+    classes = [c for c in classes if not c.__module__.startswith(("torch.", "hf_lowbit")) or c is nn.MultiheadAttention]
+    overridden: set[str] = set()
+    paths: list[str] = []
+    for c in classes:
+        paths += [path for method, path in _method_reads(c) if path and method not in overridden]
+        overridden |= set(vars(c))
+    return paths
+
+
+def _class_reads(cls: type) -> set[str]:
+    return {path for _, path in _method_reads(cls)}
+
+
+@lru_cache(maxsize=None)
+def _method_reads(cls: type) -> tuple[tuple[str, str], ...]:
+    """(method, path) of every read in the class's own methods; the path "" is the module itself."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):
+        # built at run time, or source not shipped: nothing to search
+        return ()
+    found = []
+    for method in ast.walk(tree):
+        if not isinstance(method, ast.FunctionDef) or method.name in NOT_FORWARD:
+            continue
+        if method.name.strip("_").startswith(INITIALIZERS):
+            continue
+        text = ast.unparse(method)
+        if "torch.int8" in text or LAYOUT_SWITCH in text:
+            continue
+        nodes = list(_inference_nodes(method))
+        harmless = {id(n.value) for n in nodes if isinstance(n, ast.Attribute) and n.attr == "device"}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and node.attr == "weight" and id(node) not in harmless:
+                path = _path_from_self(node.value)
+                if path is not None and isinstance(node.ctx, ast.Load):
+                    found.append((method.name, path))
+    return tuple(dict.fromkeys(found))
+
+
+def _inference_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below `node`, without the bodies of `if self.training ...:` (fused training kernels of state-space models)."""
+    yield node
+    if isinstance(node, ast.If) and any(isinstance(n, ast.Attribute) and n.attr == "training" for n in ast.walk(node.test)):
+        children = node.orelse
+    else:
+        children = ast.iter_child_nodes(node)
+    for child in children:
+        yield from _inference_nodes(child)
+
+
+def _path_from_self(node: ast.expr) -> str | None:
+    """Dotted path of `self.a.b[0].c`; None when it does not start at `self` or holds a computed index."""
+    parts: list[str] = []
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            parts.append(str(node.slice.value))
+            node = node.value
+        else:
+            return None
+    return ".".join(reversed(parts)) if node.id == "self" else None

@@ -1,0 +1,154 @@
+"""Converting a model's modules in place, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from .classes import dense_class, lowbit_class
+from .linear import FlatLinear
+from .packed import LowBitModule, install, quantize_weight, remove
+from .targets import Target
+
+
+def prepare(targets: Iterable[Target], load_packed: bool, device: torch.device | str | None = None) -> None:
+    """Turn the targets' modules into low-bit ones without weights.
+
+    With `load_packed` the packed tensors are created empty on `device`, to be loaded into. Without, the dense parameter stays
+    and the companions are created empty: the weight is rounded when it arrives.
+    """
+    for module, group in _by_module(targets):
+        dtype = next(t.module._parameters[t.parameter].dtype for t in group)
+        _become_lowbit(module, group)
+        for target in group:
+            dense = module._parameters[target.parameter]
+            install(module, target.parameter, target.packed, None, device)
+            if not load_packed:
+                module._parameters[target.parameter] = dense
+        if group[0].kind == "embedding":
+            module.remember_dtype(dtype, device)
+        # transformers would draw random numbers for what it takes to be missing floats
+        module._is_hf_initialized = True
+
+
+def convert(targets: list[Target], progress: bool = True) -> None:
+    """Round and pack the dense weights of the targets, one tensor at a time. Tied targets share the result.
+
+    Raises ValueError naming the layer when a weight holds NaN or infinity; then no module has been changed.
+    """
+    targets = [target for target in targets if target.packed is not None]
+    check_finite(targets)
+    made: dict[int, dict] = {}
+    shared = _shared(targets)
+    for module, group in tqdm(list(_by_module(targets)), desc="Quantizing", disable=not progress, leave=False):
+        weights = {target.parameter: module._parameters[target.parameter] for target in group}
+        _become_lowbit(module, group)
+        for target in group:
+            weight = weights[target.parameter]
+            stored = made.get(id(weight)) or quantize(target, weight)
+            if id(weight) in shared:
+                # keep the dense weight alive until the end: its id is the key
+                made[id(weight)] = {**stored, "dense": weight}
+            stored = {suffix: t for suffix, t in stored.items() if suffix != "dense"}
+            install(module, target.parameter, target.packed, stored)
+            if target.kind == "embedding":
+                module.remember_dtype(weight.dtype, weight.device)
+        module._is_hf_initialized = True
+    _share_parameters(targets, made)
+
+
+def quantize(target: Target, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`quantize_weight` whose errors name the module."""
+    try:
+        return quantize_weight(weight, target.packed)
+    except ValueError as error:
+        raise ValueError(f"`{target.name}`: {error}. Repair the checkpoint or leave the module dense.") from None
+
+
+def check_finite(targets: Iterable[Target]) -> None:
+    """Raise ValueError naming every target whose dense weight holds NaN or infinity."""
+    bad = []
+    for target in targets:
+        weight = target.module._parameters[target.parameter]
+        if weight.device.type != "meta" and not bool(torch.isfinite(weight.detach().sum(dtype=torch.float64))):
+            bad.append(target.name)
+    if bad:
+        raise ValueError(f"the weights of {', '.join(f'`{name}`' for name in bad)} hold NaN or infinity: nothing was changed.")
+
+
+def flatten_head(model: nn.Module) -> None:
+    """Let a dense output layer flatten its input (see `FlatLinear`)."""
+    for head in _output_layers(model):
+        if type(head) is nn.Linear:
+            head.__class__ = FlatLinear
+
+
+def restore_dense(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turn every low-bit module back into its dense class, with the numbers of its codes in `dtype`. Ties are kept."""
+    made: dict[int, nn.Parameter] = {}
+    keep = []
+    for module in list(model.modules()):
+        if isinstance(module, FlatLinear):
+            module.__class__ = nn.Linear
+        if not isinstance(module, LowBitModule):
+            continue
+        for name in list(module.lowbit):
+            packed = module._parameters[name]
+            keep.append(packed)
+            dense = made.get(id(packed))
+            if dense is None:
+                dense = module.dense_weight(name, dtype)
+            remove(module, name, dense)
+            made[id(packed)] = module._parameters[name] = (
+                dense if isinstance(dense, nn.Parameter) else module._parameters[name]
+            )
+        module._buffers.pop("output_like", None)
+        module._non_persistent_buffers_set.discard("output_like")
+        module.__class__ = dense_class(module)
+        del module.__dict__["lowbit"]
+
+
+def _become_lowbit(module: nn.Module, group: list[Target]) -> None:
+    module.__class__ = lowbit_class(type(module), group[0].kind, tuple(sorted(t.parameter for t in group)))
+
+
+def _by_module(targets: Iterable[Target]) -> Iterable[tuple[nn.Module, list[Target]]]:
+    groups: dict[int, tuple[nn.Module, list[Target]]] = {}
+    for target in targets:
+        if target.packed is not None:
+            groups.setdefault(id(target.module), (target.module, []))[1].append(target)
+    return groups.values()
+
+
+def _shared(targets: list[Target]) -> set[int]:
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for target in targets:
+        key = id(target.module._parameters[target.parameter])
+        (shared if key in seen else seen).add(key)
+    return shared
+
+
+def _share_parameters(targets: list[Target], made: dict[int, dict]) -> None:
+    """Make tied targets hold the very same Parameters, as their dense weights were one."""
+    for stored in made.values():
+        holders = [t for t in targets if t.module._parameters[t.parameter].data_ptr() == stored[""].data_ptr()]
+        for holder in holders[1:]:
+            for suffix in holder.packed.tensors():
+                name = holder.parameter + suffix
+                holder.module._parameters[name] = holders[0].module._parameters[holders[0].parameter + suffix]
+
+
+def _output_layers(model: nn.Module) -> list[nn.Module]:
+    layers = []
+    for module in model.modules():
+        if hasattr(module, "get_output_embeddings"):
+            try:
+                layers.append(module.get_output_embeddings())
+            except (NotImplementedError, AttributeError):
+                # encoders and composite models have none
+                continue
+    return layers
