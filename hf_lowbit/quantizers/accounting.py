@@ -1,0 +1,66 @@
+"""Making transformers count a low-bit model right: logical parameters, and the dtype it computes in.
+
+`num_parameters()` would count packed bytes and scales, and `dtype` might answer with the dtype of a scale. Both are wrapped
+on `PreTrainedModel`, once, and behave as before for models without low-bit layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from ..nn.packed import LowBitModule
+
+
+def install_accounting() -> None:
+    """Wrap `num_parameters` and `dtype` of `PreTrainedModel`; calling it again changes nothing."""
+    if getattr(PreTrainedModel.num_parameters, "_hf_lowbit", False):
+        return
+    count, dtype = PreTrainedModel.num_parameters, PreTrainedModel.dtype
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        total = count(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+        return total + _difference(self, only_trainable, exclude_embeddings)
+
+    num_parameters.__doc__ = count.__doc__
+    num_parameters._hf_lowbit = True
+    PreTrainedModel.num_parameters = num_parameters
+    PreTrainedModel.dtype = property(lambda self: _dtype(self) or dtype.fget(self), doc=dtype.__doc__)
+
+
+def _difference(model: PreTrainedModel, only_trainable: bool, exclude_embeddings: bool) -> int:
+    """Logical weights minus stored elements, over the packed parameters that the plain count includes."""
+    difference, seen = 0, set()
+    for module in model.modules():
+        if not isinstance(module, LowBitModule) or only_trainable:
+            # packed weights are never trainable, so the plain count left them out
+            continue
+        table = isinstance(module, torch.nn.Embedding)
+        for name, packed in module.lowbit.items():
+            stored = [module._parameters[name + suffix] for suffix in packed.tensors()]
+            if id(stored[0]) in seen:
+                continue
+            seen.add(id(stored[0]))
+            if table and exclude_embeddings:
+                # the plain count skips `weight` but not the scales beside it
+                difference -= sum(tensor.numel() for tensor in stored[1:])
+            else:
+                difference += packed.parameters - sum(tensor.numel() for tensor in stored)
+    return difference
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """Dtype of the first dense floating parameter, else of a low-bit table's output; None for models without low-bit layers."""
+    lowbit, first = False, None
+    for module in model.modules():
+        companions: list[str] = []
+        if isinstance(module, LowBitModule):
+            lowbit, companions = True, module.companions()
+            if hasattr(module, "output_like"):
+                first = first or module.output_like.dtype
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and name not in companions:
+                first = first or parameter.dtype
+        if lowbit and first is not None:
+            return first
+    return None

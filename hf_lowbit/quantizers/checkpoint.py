@@ -1,0 +1,118 @@
+"""Checking a low-bit checkpoint: against its config and the model before anything is allocated, and its numbers after.
+
+A file that is truncated, tampered with or from another model must stop with a sentence, never load as garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ..configs.lowbit import LowBitConfig
+from ..functional.grid import TERNARY, grid_of
+from ..nn.packed import PackedWeight
+from ..nn.targets import Target, candidates, obstacle
+from ..nn.rules import tied_groups
+
+
+# safetensors' names of the dtypes of stored tensors
+DTYPE_NAMES = {torch.int8: "I8", torch.float32: "F32", torch.bfloat16: "BF16"}
+# problems listed in one message
+SHOWN = 6
+
+
+def recorded_targets(model: nn.Module, config: LowBitConfig) -> list[Target]:
+    """The targets that a checkpoint's config lists, found in the model.
+
+    Names may differ by the base model's prefix (a causal LM's checkpoint loaded as its base model). Raises ValueError when a
+    listed module does not exist, cannot be low-bit or has another shape.
+    """
+    by_name = {candidate.name: candidate for candidate in candidates(model)}
+    saved_as = getattr(model.config, "architectures", None) or []
+    same_class = type(model).__name__ in saved_as
+    targets, problems = [], []
+    for name, scheme in config.modules.items():
+        shape = config.shapes.get(name)
+        target = next((by_name[n] for n in _spellings(name, model) if n in by_name), None)
+        if target is None:
+            if same_class:
+                problems.append(f"`{name}` is listed as low-bit, but {type(model).__name__} has no such weight")
+            continue
+        if shape != target.shape:
+            problems.append(f"`{name}` is listed with shape {shape}, but the model's is {tuple(target.shape)}")
+            continue
+        reason = obstacle(target.module, target.kind, target.parameter)
+        if reason is not None:
+            problems.append(f"`{name}` is listed as low-bit, but can't be: {reason}")
+            continue
+        target.packed = PackedWeight(scheme, shape, target.transposed)
+        target.reason = "converted"
+        targets.append(target)
+    if not problems and not targets:
+        problems = [f"none of the {len(config.modules)} modules it lists exists in {type(model).__name__}"]
+    _raise("the checkpoint's `quantization_config` does not fit the model", problems)
+    return targets
+
+
+def check_stored(model: nn.Module, targets: list[Target], files: list[str] | None) -> None:
+    """Compare the headers of the safetensors files with what the targets need. Raises ValueError with every difference."""
+    files = [file for file in files or [] if str(file).endswith(".safetensors")]
+    if not files:
+        return
+    stored: dict[str, tuple[tuple[int, ...], str]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for key in handle.keys():
+                    part = handle.get_slice(key)
+                    stored[key] = (tuple(part.get_shape()), str(part.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"`{file}` can't be read: {error}. The file is truncated or damaged; fetch it again.") from None
+    tied = {name: group for group in tied_groups(model) for name in group}
+    problems = []
+    for target in targets:
+        for suffix, (shape, dtype) in target.packed.tensors().items():
+            name = target.parameter_name + suffix
+            found = next((stored[n] for n in _spellings(name, model) if n in stored), None)
+            if found is None:
+                partners = tied.get(target.parameter_name, set()) - {target.parameter_name}
+                if not any(n in stored for p in partners for n in _spellings(p + suffix, model)):
+                    problems.append(f"`{name}` is missing")
+            elif found != (shape, DTYPE_NAMES[dtype]):
+                problems.append(f"`{name}` is {found[1]} {found[0]}, expected {DTYPE_NAMES[dtype]} {shape}")
+    _raise("the checkpoint's tensors do not fit its config", problems)
+
+
+def check_loaded(targets: Iterable[Target]) -> None:
+    """Raise ValueError when scales or codes hold what no quantizer writes. Offloaded (meta) tensors are left alone."""
+    problems = []
+    for target in targets:
+        parameters, name = target.module._parameters, target.parameter
+        stored, scale, zero_point = (parameters[name + s] for s in ("", "_scale", "_zero_point"))
+        if stored.device.type == "meta" or scale.device.type == "meta":
+            continue
+        grid = grid_of(target.packed.scheme.bits)
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            problems.append(f"`{target.name}` has a scale that is not a positive number")
+        # the fourth value of a two-bit field is no ternary code
+        if grid.bits == TERNARY and bool((stored & (stored >> 1) & 0x55).any()):
+            problems.append(f"`{target.name}` has codes outside {{-1, 0, 1}}")
+        if zero_point is not None and bool(((zero_point < grid.qmin) | (zero_point > grid.qmax)).any()):
+            problems.append(f"`{target.name}` has zero points outside [{grid.qmin}, {grid.qmax}]")
+    _raise("the checkpoint holds damaged numbers", problems)
+
+
+def _spellings(name: str, model: nn.Module) -> list[str]:
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix:
+        return [name]
+    return [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+
+
+def _raise(what: str, problems: list[str]) -> None:
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise ValueError(f"{what}: {'; '.join(problems[:SHOWN])}{more}.")

@@ -1,0 +1,51 @@
+"""`quantize`: the same conversion on a model that is already in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..configs.lowbit import LowBitConfig
+from ..nn.packed import LowBitModule
+from ..nn.swap import convert, flatten_head
+from ..nn.targets import find_targets
+from .quantizer import LowBitQuantizer
+
+
+def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
+    """Convert `model` in place, layer by layer, and return it.
+
+    What `from_pretrained(quantization_config=config)` does while loading, for a model built with `from_config` or loaded
+    dense. The result saves, reloads and dequantizes like any low-bit model.
+
+    Args:
+        model: any model; weights on any device, not on meta.
+        config: a `LowBitConfig`, or a dict of its fields.
+
+    Raises:
+        TypeError: for another model or config type.
+        ValueError: when the model is already quantized, a pattern matches nothing, nothing can be converted, or a weight
+            holds NaN or infinity (named; the model is then unchanged).
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch module, got {type(model).__name__}.")
+    if isinstance(config, Mapping):
+        config = LowBitConfig.from_dict(dict(config))
+    if not isinstance(config, LowBitConfig):
+        raise TypeError(f"`config` must be a LowBitConfig or a dict of its fields, got {type(config).__name__}.")
+    if any(isinstance(module, LowBitModule) for module in model.modules()):
+        raise ValueError("the model is already low-bit; call `model.dequantize()` first, and expect the loss of both.")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"the model is already quantized by {model.hf_quantizer.quantization_config.quant_method}; load it dense first."
+        )
+    missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if missing:
+        raise ValueError(f"`{missing[0]}` is on the meta device: load or initialize the weights first.")
+    targets = [target for target in find_targets(model, config) if target.packed is not None]
+    quantizer = LowBitQuantizer(config, pre_quantized=False)
+    convert(targets)
+    flatten_head(model)
+    quantizer.attach(model, targets)
+    return model

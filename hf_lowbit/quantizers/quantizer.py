@@ -1,0 +1,208 @@
+"""`LowBitQuantizer`: what transformers calls while it loads and saves a low-bit model.
+
+On the fly, modules become low-bit on the meta device, and each dense tensor is rounded and packed the moment it is read: peak
+memory is the low-bit model and one tensor. A pre-quantized checkpoint is checked against its own config and the model before
+anything is allocated, then loaded into place. Works with transformers 5.16 to 5.24, whose quantizer base class differs.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.base import HfQuantizer
+
+from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
+from ..nn.packed import LowBitModule
+from ..nn.swap import flatten_head, prepare, quantize, restore_dense
+from ..nn.targets import Target, find_targets
+from .checkpoint import check_loaded, check_stored, recorded_targets
+
+
+class QuantizeOp(ConversionOps):
+    """transformers' load operation that rounds and packs the tensors of one parameter as they arrive."""
+
+    def __init__(self, targets: dict[str, Target]):
+        self.targets = targets
+
+    def convert(self, input_dict, full_layer_name=None, **kwargs):
+        stored = {}
+        for name, value in input_dict.items():
+            name = name if name in self.targets else full_layer_name
+            value = value[0] if isinstance(value, list) else value
+            if name not in self.targets:
+                stored[name] = value
+                continue
+            for suffix, tensor in quantize(self.targets[name], value).items():
+                stored[name + suffix] = nn.Parameter(tensor, requires_grad=False)
+        return stored
+
+
+class LowBitQuantizer(HfQuantizer):
+    """See the module. Raises ValueError for conflicting configs and for what can't be loaded right."""
+
+    requires_calibration = False
+    quantization_config: LowBitConfig
+
+    def __init__(self, quantization_config: LowBitConfig, **kwargs):
+        # the user's object stays theirs: what was converted is recorded in a copy
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)
+        from .accounting import install_accounting
+
+        install_accounting()
+        self._targets: dict[str, Target] = {}
+        conflict = self.quantization_config.conflict()
+        if self.pre_quantized and conflict is not None:
+            raise ValueError(f"`quantization_config`: {conflict}")
+        if self.pre_quantized and not self.quantization_config.is_resolved:
+            raise ValueError(
+                "`quantization_config` of the checkpoint has no `modules` with shapes: it does not say what is low-bit. "
+                "The checkpoint is damaged or was not written by hf_lowbit."
+            )
+        if not self.pre_quantized and self.quantization_config.dequantize:
+            raise ValueError("`dequantize`=True needs a low-bit checkpoint; this one is dense already.")
+
+    def validate_environment(self, *args, device_map=None, **kwargs):
+        places = device_map.values() if isinstance(device_map, dict) else [device_map]
+        if not self.pre_quantized and "disk" in places:
+            raise ValueError(
+                "`device_map` sends weights to disk while they are quantized on the fly: the offloaded file would keep the "
+                "dense numbers. Quantize and save once with memory for the low-bit model, then load that checkpoint with "
+                "disk offload."
+            )
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        return not self.pre_quantized and param_name in self._targets
+
+    def param_element_size(self, model, param_name: str, param) -> float:
+        target = self._targets.get(param_name)
+        if target is not None and target.packed.parameters and not self.pre_quantized:
+            return target.packed.bytes() / target.packed.parameters
+        return param.element_size()
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return QuantizeOp(self._targets)
+
+    def update_weight_conversions(self, weight_conversions, *args, **kwargs):
+        # our checkpoints hold the module's own tensors: what splits, merges or permutes dense ones must not touch them
+        if self.pre_quantized:
+            return [entry for entry in weight_conversions if not isinstance(entry, WeightConverter)]
+        return list(weight_conversions)
+
+    def update_parallel_plan(self, model, plan):
+        return None
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        if self.pre_quantized:
+            targets = recorded_targets(model, self.quantization_config)
+            check_stored(model, targets, checkpoint_files)
+        else:
+            targets = [target for target in find_targets(model, self.quantization_config) if target.packed is not None]
+        self._targets = {target.parameter_name: target for target in targets}
+        prepare(targets, load_packed=self.pre_quantized, device="meta")
+        self._tie_companions(model)
+        return model
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for target in self._targets.values():
+            self._finish(target)
+        check_loaded(self._targets.values())
+        self.record(list(self._targets.values()))
+        # saved under the module's own names, so that Trainer's resume finds every tensor again
+        model._weight_conversions = []
+        flatten_head(model)
+        if self.quantization_config.dequantize:
+            self._dequantize(model, model.dtype)
+            self.remove_quantization_config(model)
+        else:
+            self.tag(model)
+        return model
+
+    def _finish(self, target: Target) -> None:
+        """A weight that the checkpoint did not have was initialized dense by transformers: round it like the others."""
+        module, name = target.module, target.parameter
+        weight = module._parameters[name]
+        if weight.is_floating_point() and weight.device.type != "meta":
+            for suffix, tensor in quantize(target, weight).items():
+                module._parameters[name + suffix] = nn.Parameter(tensor, requires_grad=False)
+        for suffix in target.packed.tensors():
+            module._parameters[name + suffix].requires_grad_(False)
+        module._is_hf_initialized = True
+
+    def record(self, targets: list[Target]) -> None:
+        """Write what was converted, with schemes and shapes, into the config: this is what gets saved."""
+        self.quantization_config.modules = {target.name: target.packed.scheme for target in targets}
+        self.quantization_config.shapes = {target.name: target.packed.shape for target in targets}
+
+    def attach(self, model, targets: list[Target]) -> None:
+        """Give a model that was converted in memory what `from_pretrained` leaves on one: config, quantizer, names."""
+        self._targets = {target.parameter_name: target for target in targets}
+        self.record(targets)
+        if not hasattr(model, "config"):
+            # a plain torch module: nothing of transformers to tell
+            return
+        self._tie_companions(model)
+        model.hf_quantizer = self
+        model.is_quantized = True
+        model.quantization_method = self.quantization_config.quant_method
+        model._weight_conversions = []
+        self.postprocess_config(model)
+        self.tag(model)
+
+    def postprocess_config(self, model) -> None:
+        """Record the config on the model and mark its parts as quantized, as transformers does after loading."""
+        model.config.quantization_config = self.quantization_config
+        for module in model.modules():
+            if hasattr(module, "config") and hasattr(module.config, "to_diff_dict"):
+                module.config._is_quantized = True
+
+    def tag(self, model) -> None:
+        """Hub tags that every card of this model carries."""
+        bits = sorted({str(scheme.bits) for scheme in self.quantization_config.modules.values()})
+        model.add_model_tags(["hf_lowbit", "low-bit", *(b if b == "ternary" else f"{b}-bit" for b in bits)])
+
+    def _tie_companions(self, model) -> None:
+        """Scales and zero points of a shared table are tied as its codes are."""
+        tied = getattr(model, "all_tied_weights_keys", None)
+        for target_name, source in list((tied or {}).items()):
+            target = self._targets.get(target_name)
+            if target is not None and source in self._targets:
+                for suffix in target.packed.tensors():
+                    tied[target_name + suffix] = source + suffix
+
+    def _dequantize(self, model, dtype=None):
+        # saving leaves the config's dtype as a string
+        dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        restore_dense(model, dtype or model.dtype)
+        tied = getattr(model, "all_tied_weights_keys", None)
+        for name in [n for n in (tied or {}) if n.endswith(("weight_scale", "weight_zero_point"))]:
+            del tied[name]
+        return model
+
+    def remove_quantization_config(self, model):
+        super().remove_quantization_config(model)
+        # transformers before 5.21 leaves it behind; saving a dense model must use the original names again
+        model.__dict__.pop("_weight_conversions", None)
+
+    def get_state_dict_and_metadata(self, model, *args, **kwargs):
+        lowbit = [packed for m in model.modules() if isinstance(m, LowBitModule) for packed in m.lowbit.values()]
+        metadata = {
+            "hf_lowbit_format_version": str(FORMAT_VERSION),
+            "total_parameters": str(model.num_parameters()),
+            "low_bit_bits_per_weight": f"{8 * sum(p.bytes() for p in lowbit) / max(sum(p.parameters for p in lowbit), 1):.4f}",
+        }
+        return None, metadata
+
+    def is_serializable(self, *args, **kwargs) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        # adapters on top train; the packed weights themselves do not (`is_qat_trainable` stays False)
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
