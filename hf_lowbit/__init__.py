@@ -1,18 +1,55 @@
 """hf_lowbit: compress any Hugging Face model to low bits, with the calls you already know.
 
 Importing it registers the quantization configs with transformers; `from_pretrained(quantization_config=...)`,
-`save_pretrained`, `push_to_hub`, `dequantize` and `generate` then work as for any model.
+`save_pretrained`, `push_to_hub`, `dequantize` and `generate` then work as for any model. The names below are imported
+when they are first used, so that the import itself costs next to nothing.
 """
 
-from .compress.inspect import inspect
-from .compress.report import report
-from .configs import LowBitConfig, Scheme
-from .nn.codes import codes
-from .quantizers import register
-from .quantizers.memory import quantize
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import _hf_lowbit_autoload
+
+
+if TYPE_CHECKING:
+    from .compress.inspect import inspect
+    from .compress.report import report
+    from .configs import LowBitConfig, Scheme
+    from .hub import push_to_hub
+    from .nn.codes import codes
+    from .quantizers.memory import quantize
 
 
 __version__ = "0.1.0"
-__all__ = ["LowBitConfig", "Scheme", "codes", "inspect", "quantize", "report"]
+__all__ = ["LowBitConfig", "Scheme", "codes", "inspect", "push_to_hub", "quantize", "report"]
 
-register()
+# where each public name lives
+_HOMES = {
+    "LowBitConfig": "configs",
+    "Scheme": "configs",
+    "codes": "nn.codes",
+    "inspect": "compress.inspect",
+    "push_to_hub": "hub",
+    "quantize": "quantizers.memory",
+    "report": "compress.report",
+}
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+# now if transformers' registry is loaded, else as soon as it is
+if _hf_lowbit_autoload.TARGET in sys.modules:
+    import_module(".quantizers", __name__).register()
+else:
+    _hf_lowbit_autoload.install()

@@ -1,4 +1,5 @@
-"""`inspect`: what a model is made of, what each part would weigh at each bit width, and what can't be converted and why.
+"""`inspect`: what a model is made of, what each part would weigh at each bit width, and what can't be converted and
+why.
 
 Needs no weights: a model id or folder is built on the meta device from its config.
 """
@@ -64,7 +65,7 @@ class Inspection:
         ]  # fmt: skip
         share = 100 * self.convertible_parameters / max(self.total_parameters, 1)
         total = ["whole model", "", "", f"{self.total_parameters:,}", megabytes(self.dense_bytes),
-                 *(megabytes(self.bytes_at[str(b)]) for b in BITS), f"{share:.1f} % of parameters convertible"]  # fmt: skip
+                 *(megabytes(self.bytes_at[str(b)]) for b in BITS), f"{share:.1f} % convertible"]  # fmt: skip
         note = f"sizes in MB, group_size={self.group_size}; the whole model at a width keeps its dense rest as it is"
         return f"{self.model}\n{render_table(header, [*rows, total])}\n{note}"
 

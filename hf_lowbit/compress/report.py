@@ -1,4 +1,5 @@
-"""`report`: what of a model is low-bit, in which scheme, at how many measured bytes, by which kernel, and why the rest is not.
+"""`report`: what of a model is low-bit, in which scheme, at how many measured bytes, by which kernel, and why the rest
+is not.
 
 Every parameter is counted once, so that the shares add up to 100 %.
 """
@@ -67,8 +68,8 @@ class Report:
             ])  # fmt: skip
         share = 100 * self.lowbit_parameters / max(self.total_parameters, 1)
         last = (
-            f"{share:.1f} % of {self.total_parameters:,} parameters are low-bit, at {self.bits_per_weight:.2f} bits per "
-            f"weight; {megabytes(self.total_bytes)} MB in all, against {megabytes(self.dense_bytes_16bit)} MB at 16 bits."
+            f"{share:.1f} % of {self.total_parameters:,} parameters are low-bit, at {self.bits_per_weight:.2f} bits "
+            f"per weight; {megabytes(self.total_bytes)} MB in all, {megabytes(self.dense_bytes_16bit)} MB at 16 bits."
         )
         return f"{render_table(header, rows)}\n{last}"
 
@@ -95,8 +96,10 @@ def report(model: nn.Module) -> Report:
             else:
                 size = tensor.numel() * tensor.element_size()
                 reason = why_dense(name, module, parameter)
-                modules.append(ModuleReport(full, type(module).__name__, tuple(tensor.shape), None, tensor.numel(), size,
-                                            8.0 * tensor.element_size(), "dense", reason))  # fmt: skip
+                kind, bits = type(module).__name__, 8.0 * tensor.element_size()
+                modules.append(
+                    ModuleReport(full, kind, tuple(tensor.shape), None, tensor.numel(), size, bits, "dense", reason)
+                )
     low = [m for m in modules if m.scheme is not None]
     parameters, low_parameters = sum(m.parameters for m in modules), sum(m.parameters for m in low)
     low_bytes = sum(m.bytes for m in low)
@@ -117,12 +120,13 @@ def _lowbit_row(full: str, module: LowBitModule, parameter: str, packed: PackedW
 
 
 def problem_for(module: LowBitModule, parameter: str, packed: PackedWeight, rows: int) -> Problem:
-    """The product a module's packed weight takes part in, for `rows` tokens in the dtype of its bias or of bfloat16."""
+    """The product a module's packed weight takes part in, for `rows` tokens in the dtype of its bias or of
+    bfloat16."""
     scheme, bias = packed.scheme, getattr(module, "bias", None)
     dtype = bias.dtype if isinstance(bias, torch.Tensor) else torch.bfloat16
     return Problem(
-        scheme.bits, scheme.block or 0, scheme.group_size == "tensor", not scheme.symmetric, scheme.activations == "int8",
-        packed.out_features, packed.in_features, rows, dtype, module._parameters[parameter].device.type,
+        scheme.bits, scheme.block or 0, scheme.group_size == "tensor", not scheme.symmetric,
+        scheme.activations == "int8", packed.out_features, packed.in_features, rows, dtype, module._parameters[parameter].device.type,
     )  # fmt: skip
 
 
@@ -132,7 +136,9 @@ def _reasons(model: nn.Module):
     named = getattr(config, "modules_to_not_convert", None) or []
 
     def why(name: str, module: nn.Module, parameter: str) -> str:
-        if parameter != "weight" and not (module._parameters[parameter].ndim == 3 and "Experts" in type(module).__name__):
+        if parameter != "weight" and not (
+            module._parameters[parameter].ndim == 3 and "Experts" in type(module).__name__
+        ):
             return "bias or other vector"
         skip = first_match(named, name)
         if skip is not None:

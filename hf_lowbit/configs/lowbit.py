@@ -34,16 +34,16 @@ class LowBitConfig(QuantizationConfigMixin):
         method: "rtn", round to nearest with a searched clip, without data. "gptq" is not available yet.
         budget: bytes to fit, planned. Not available yet.
         calibration: data for calibrated methods; never saved. "rtn" needs none.
-        modules: {name or "re:pattern": Scheme or dict} for single modules; overrides the fields above. Naming an embedding
-            or the output layer here is how it is asked to be converted too. After conversion it lists every converted
-            module, and that is what is saved.
-        modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense (output
-            embeddings, tied weights, task heads, routers, weights that model code reads directly).
-        dequantize: turn a low-bit checkpoint back into dense weights while loading.
+        modules: {name or "re:pattern": Scheme or dict} for single modules; overrides the fields above. Naming an
+            embedding or the output layer here is how it is asked to be converted too. After conversion it lists every
+            converted module, and that is what is saved. modules_to_not_convert: names or "re:patterns" to leave dense,
+            in addition to what is always left dense (output embeddings, tied weights, task heads, routers, weights
+            that model code reads directly). dequantize: turn a low-bit checkpoint back into dense weights while
+            loading.
 
-    Names match whole dotted parts anywhere in a module's path: "mlp.gate" matches `model.layers.0.mlp.gate` and everything
-    below it, not `mlp.gate_proj`. Patterns after "re:" are searched, anchored at dots. A pattern that matches nothing is an
-    error when the model is converted.
+    Names match whole dotted parts anywhere in a module's path: "mlp.gate" matches `model.layers.0.mlp.gate` and
+    everything below it, not `mlp.gate_proj`. Patterns after "re:" are searched, anchored at dots. A pattern that
+    matches nothing is an error when the model is converted.
 
     Raises:
         TypeError, ValueError: with the field, its value and the allowed ones.
@@ -143,8 +143,8 @@ class LowBitConfig(QuantizationConfigMixin):
             + ", ".join(f"`{f}`={getattr(self, f)!r}" for f in wrong)
             + ", but `quantization_config` asks for "
             + ", ".join(f"`{f}`={requested[f]!r}" for f in wrong)
-            + ". Load it without `quantization_config`; or load it with LowBitConfig(dequantize=True) and quantize the "
-            "result again with hf_lowbit.quantize."
+            + ". Load it without `quantization_config`; or load it with LowBitConfig(dequantize=True) and quantize "
+            "the result again with hf_lowbit.quantize."
         )
 
     def __iter__(self):
@@ -169,7 +169,8 @@ def _check_rest(rest: dict) -> None:
         raise ValueError(f"`format_version`={version!r} is not a format version (a positive integer).")
     if version > FORMAT_VERSION:
         raise ValueError(
-            f"`format_version`={version} is newer than {FORMAT_VERSION}, the newest this hf_lowbit reads; upgrade hf_lowbit."
+            f"`format_version`={version} is newer than {FORMAT_VERSION}, the newest this hf_lowbit reads; "
+            "upgrade hf_lowbit."
         )
     for name in rest:
         close = difflib.get_close_matches(name, FIELDS, n=1)

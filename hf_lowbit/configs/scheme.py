@@ -15,12 +15,12 @@ class Scheme:
 
     Args:
         bits: "ternary", 2, 3, 4 or 8.
-        group_size: weights along the input that share a scale; None is one scale per output channel, "tensor" one for the
-            whole weight. Need not divide the input size: the last group of a row is then shorter.
-        symmetric: without zero points. None (default) chooses zero points at 2 and 3 bits, where they pay, and none at
-            4, 8 and ternary.
-        activations: "float" multiplies in the model's dtype (weight-only); "int8" rounds each token to 8 bits first. None
-            (default) is "int8" for ternary, which is BitNet b1.58's own definition, and "float" for the rest.
+        group_size: weights along the input that share a scale; None is one scale per output channel, "tensor" one for
+            the whole weight. Need not divide the input size: the last group of a row is then shorter. symmetric:
+            without zero points. None (default) chooses zero points at 2 and 3 bits, where they pay, and none at 4, 8
+            and ternary. activations: "float" multiplies in the model's dtype (weight-only); "int8" rounds each token
+            to 8 bits first. None (default) is "int8" for ternary, which is BitNet b1.58's own definition, and "float"
+            for the rest.
 
     Raises:
         TypeError, ValueError: with the field, its value and the allowed ones.
@@ -67,4 +67,6 @@ def check_group_size(group_size: int | str | None) -> None:
             f'`group_size`={group_size!r} must be a positive integer, None (one scale per channel) or "tensor".'
         )
     if group_size < 1:
-        raise ValueError(f'`group_size`={group_size} must be at least 1; use None for one scale per channel or "tensor".')
+        raise ValueError(
+            f'`group_size`={group_size} must be at least 1; use None for one scale per channel or "tensor".'
+        )

@@ -1,9 +1,10 @@
 """Which implementation of an operator runs, and why: the choice as data.
 
-An operator call is described by a `Problem`. Every implementation is a `Kernel` that either takes a problem or gives the
-reason why not. `choose` asks them in order of rank and returns the first that takes it, together with the reasons of those
-that ranked higher: `report(model)` prints exactly that. A kernel can be forced by the environment variable
-HF_LOWBIT_KERNEL or by `with use_kernel(name):`; a forced kernel that can't serve a problem raises, it is never replaced.
+An operator call is described by a `Problem`. Every implementation is a `Kernel` that either takes a problem or gives
+the reason why not. `choose` asks them in order of rank and returns the first that takes it, together with the reasons
+of those that ranked higher: `report(model)` prints exactly that. A kernel can be forced by the environment variable
+HF_LOWBIT_KERNEL or by `with use_kernel(name):`; a forced kernel that can't serve a problem raises, it is never
+replaced.
 """
 
 from __future__ import annotations

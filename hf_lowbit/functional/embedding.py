@@ -1,7 +1,7 @@
 """Looking up rows of a low-bit table: y[i] = s * (q[id_i] - z), only the rows that are asked for.
 
-The table is stored exactly as a linear layer of V = num_embeddings rows and K = embedding_dim columns, so one table can serve
-as input embedding and tied output layer.
+The table is stored exactly as a linear layer of V = num_embeddings rows and K = embedding_dim columns, so one table
+can serve as input embedding and tied output layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def embedding(
     group_size: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Rows `ids` (integers, any shape) of packed `weight` int8 [1, V, R]; returns [*ids.shape, embedding_dim] in `dtype`."""
+    """Rows `ids` (integers, any shape) of packed `weight` int8 [1, V, R]; returns [*ids.shape, embedding_dim] in
+    `dtype`."""
     flat = ids.reshape(-1)
     codes = unpack(weight.view(weight.shape[-2], weight.shape[-1]).index_select(0, flat), grid_of(bits), embedding_dim)
     if scale.shape[0] > 1:

@@ -2,18 +2,18 @@
 
     w[n, k] = s[n, g] * (q[n, k] - z[n, g]),     g = k // group_size
 
-`q` are signed integer codes in [qmin, qmax], `s` > 0 is the scale, `z` an integer zero point in the same range (absent on
-symmetric grids, where it is 0). This is the usual affine grid (Jacob et al. 2018, eq. 1) with codes stored signed, so that
-zero is always on the grid. Ternary is {-1, 0, 1} (BitNet b1.58, Ma et al. 2024, eq. 1-3).
+`q` are signed integer codes in [qmin, qmax], `s` > 0 is the scale, `z` an integer zero point in the same range (absent
+on symmetric grids, where it is 0). This is the usual affine grid (Jacob et al. 2018, eq. 1) with codes stored signed,
+so that zero is always on the grid. Ternary is {-1, 0, 1} (BitNet b1.58, Ma et al. 2024, eq. 1-3).
 
-Shape legend: N out_features, K in_features, G = ceil(K / group_size) groups a row, the last one shorter when group_size
-does not divide K.
+Shape legend: N out_features, K in_features, G = ceil(K / group_size) groups a row, the last one shorter when
+group_size does not divide K.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Grid:
         return self.qmax - self.qmin
 
 
-@lru_cache(maxsize=None)
+@cache
 def grid_of(bits: str | int) -> Grid:
     """The grid for `bits` ("ternary", 2, 3, 4 or 8). Raises ValueError for anything else."""
     if bits == TERNARY:

@@ -7,8 +7,8 @@ Two kinds of activations:
 
       y[m, n] = t[m] * sum_g s[n, g] * sum_{k in g} a[m, k] (q[n, k] - z[n, g])
 
-  where the inner sums are exact integers. A row of zeros has t = 0 and gives zeros; NaN and infinity in a row give NaN in
-  that row's outputs, never a number.
+  where the inner sums are exact integers. A row of zeros has t = 0 and gives zeros; NaN and infinity in a row give NaN
+  in that row's outputs, never a number.
 
 The operator `hf_lowbit::linear` works on 2-D x (a sliced 3-D input would take a slow path in torch, and copies), has a
 meta function (torch.compile sees no graph break) and a gradient to x and bias. Gradients treat the activation
@@ -49,7 +49,8 @@ def linear(
     group_size: int | None = None,
     int8_activations: bool = False,
 ) -> Tensor:
-    """y = x W^T + bias for packed `weight` int8 [1, N, R] or [N, R]; x [..., K] float; returns [..., N] in x's dtype."""
+    """y = x W^T + bias for packed `weight` int8 [1, N, R] or [N, R]; x [..., K] float; returns [..., N] in x's
+    dtype."""
     weight = weight.view(weight.shape[-2], weight.shape[-1])
     rows = x.reshape(-1, x.shape[-1])
     if type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -97,13 +98,27 @@ def reference_linear(
 
 
 def problem_of(
-    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bits: str | int, in_features: int, group_size: int,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bits: str | int,
+    in_features: int,
+    group_size: int,
     int8_activations: bool,
 ) -> Problem:
     """Describe a call for `choose`."""
     return Problem(
-        bits, group_size, scale.numel() == 1, zero_point is not None, int8_activations,
-        weight.shape[0], in_features, x.shape[0], x.dtype, x.device.type,
+        bits,
+        group_size,
+        scale.numel() == 1,
+        zero_point is not None,
+        int8_activations,
+        weight.shape[0],
+        in_features,
+        x.shape[0],
+        x.dtype,
+        x.device.type,
     )
 
 

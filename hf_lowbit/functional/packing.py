@@ -1,8 +1,9 @@
 """How codes are stored: bit fields, row by row (docs/format.md has the byte diagram).
 
 `pack` and `unpack` are inverse on codes inside the grid, never change their argument, and work on the last dimension:
-int8 [..., K] <-> int8 [..., R]. Three bits are stored as a plane of the two low bits followed by a plane of the high bit,
-so that every field is a power of two wide and no field crosses a byte: a vector unit then needs only masks and shifts.
+int8 [..., K] <-> int8 [..., R]. Three bits are stored as a plane of the two low bits followed by a plane of the high
+bit, so that every field is a power of two wide and no field crosses a byte: a vector unit then needs only masks and
+shifts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def pack(codes: Tensor, grid: Grid) -> Tensor:
         raise TypeError(f"`codes` must be int8, got {codes.dtype}.")
     if codes.numel() and (int(codes.min()) < grid.qmin or int(codes.max()) > grid.qmax):
         raise ValueError(
-            f"`codes` span [{int(codes.min())}, {int(codes.max())}], outside [{grid.qmin}, {grid.qmax}] of {grid.bits} bits."
+            f"`codes` span [{int(codes.min())}, {int(codes.max())}], outside [{grid.qmin}, {grid.qmax}] of "
+            f"{grid.bits} bits."
         )
     if grid.field_bits == 8:
         return codes.clone()

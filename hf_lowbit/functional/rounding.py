@@ -4,10 +4,10 @@ For a group x with codes v = q - z, the squared error at the best scale is
 
     min_s |x - s v|^2  =  |x|^2 - <x, v>^2 / <v, v>        at   s = <x, v> / <v, v>
 
-so a candidate step (a fraction of the one that just covers the group: a clip) is rated by <x, v>^2 / <v, v> alone, without
-building the dequantized group. The winner's scale is rounded to its stored dtype and the codes are rounded once more with
-exactly that scale. Plain absmax (`search=False`) is unusable at 2 and 3 bits; the search is the same idea as the clipping
-search of llama.cpp's k-quants and of HQQ, written for all grids at once.
+so a candidate step (a fraction of the one that just covers the group: a clip) is rated by <x, v>^2 / <v, v> alone,
+without building the dequantized group. The winner's scale is rounded to its stored dtype and the codes are rounded
+once more with exactly that scale. Plain absmax (`search=False`) is unusable at 2 and 3 bits; the search is the same
+idea as the clipping search of llama.cpp's k-quants and of HQQ, written for all grids at once.
 
 Ternary takes no search: s = mean|w|, q = clamp(round(w / s), -1, 1) (BitNet b1.58, Ma et al. 2024, eq. 1-3).
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from .grid import TERNARY, Grid, expand_groups
 
 
-# clip fractions of the step that just covers the group, per bits: long tails (whole rows, whole tensors) want the low end
+# clip fractions of the step that just covers the group, per bits: long tails (rows, whole tensors) want the low end
 CLIPS = {
     8: (0.55, 0.7, 0.85, 1.0),
     4: tuple(0.36 + 0.04 * i for i in range(17)),

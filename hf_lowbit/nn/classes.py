@@ -1,13 +1,14 @@
 """Which low-bit class stands in for a dense class, and back.
 
-A module is converted in place, by changing its class: hooks, attributes, buffers and references to it stay. Plain classes
-map to fixed ones. A subclass that calls `super().forward` (Gemma's scaled embedding) gets a class made on the fly,
-`LowBit<Name>(<Name>, LowBitEmbedding)`, so that its `super()` reaches ours; such classes pickle by naming their dense class.
+A module is converted in place, by changing its class: hooks, attributes, buffers and references to it stay. Plain
+classes map to fixed ones. A subclass that calls `super().forward` (Gemma's scaled embedding) gets a class made on the
+fly, `LowBit<Name>(<Name>, LowBitEmbedding)`, so that its `super()` reaches ours; such classes pickle by naming their
+dense class.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -22,7 +23,7 @@ KINDS = {"linear": (nn.Linear, LowBitLinear), "conv1d": (Conv1D, LowBitConv1D),
          "embedding": (nn.Embedding, LowBitEmbedding)}  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...] = ("weight",)) -> type:
     """The low-bit class for `dense_class`. `names` are the packed parameters (more than one for experts)."""
     if kind == "experts":

@@ -2,8 +2,8 @@
 
 The model's own forward indexes the parameter by expert (`self.gate_up_proj[e]`). Two ways keep it working:
 
-- modules that follow transformers' experts interface (`has_gate`, `is_transposed`, ... attributes) get a forward of ours that
-  multiplies each expert's tokens with its packed weight directly;
+- modules that follow transformers' experts interface (`has_gate`, `is_transposed`, ... attributes) get a forward of
+  ours that multiplies each expert's tokens with its packed weight directly;
 - all other code sees, under the parameter's name, an `ExpertStack` that dequantizes exactly what is indexed or used.
 """
 

@@ -11,7 +11,8 @@ from .packed import LowBitModule
 
 
 def packed_linear(module: LowBitModule, x: Tensor) -> Tensor:
-    """x [..., K] -> [..., N] with the module's packed `weight`; under autocast in autocast's dtype, as torch's linear."""
+    """x [..., K] -> [..., N] with the module's packed `weight`; under autocast in autocast's dtype, as torch's
+    linear."""
     parameters = module._parameters
     packed = module.lowbit["weight"]
     if torch.is_autocast_enabled(x.device.type):
@@ -39,8 +40,8 @@ class LowBitConv1D(LowBitModule, Conv1D):
 class FlatLinear(nn.Linear):
     """A dense linear layer that flattens its input to 2-D.
 
-    The output layer that stays dense is called on `hidden[:, -1:, :]`, whose strides send torch's bf16 product on CPU through
-    a copy of the whole weight (300 ms instead of 9 for a vocabulary of 49152).
+    The output layer that stays dense is called on `hidden[:, -1:, :]`, whose strides send torch's bf16 product on CPU
+    through a copy of the whole weight (300 ms instead of 9 for a vocabulary of 49152).
     """
 
     def forward(self, input: Tensor) -> Tensor:

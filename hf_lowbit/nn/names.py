@@ -1,8 +1,8 @@
 """Matching module names: whole dotted parts, anywhere in the path, or a regular expression anchored at dots.
 
-"mlp.gate" matches `model.layers.0.mlp.gate` and what lies below it, never `mlp.gate_proj`; since a match may start at any
-part, a prefix added by a wrapper (`model.`, `base_model.model.`) changes nothing. "re:" patterns follow `re.search`, with the
-match starting and ending at a dot or at an end of the name.
+"mlp.gate" matches `model.layers.0.mlp.gate` and what lies below it, never `mlp.gate_proj`; since a match may start at
+any part, a prefix added by a wrapper (`model.`, `base_model.model.`) changes nothing. "re:" patterns follow
+`re.search`, with the match starting and ending at a dot or at an end of the name.
 """
 
 from __future__ import annotations

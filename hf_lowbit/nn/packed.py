@@ -1,8 +1,9 @@
-"""What every low-bit layer shares: packed weights held as plain Parameters, whose codes and scales `.to(dtype)` leaves alone.
+"""What every low-bit layer shares: packed weights held as plain Parameters, whose codes and scales `.to(dtype)` leaves
+alone.
 
 A weight named `w` is stored as three tensors of the same module (docs/format.md): `w` int8 codes, `w_scale`, and
-`w_zero_point` on asymmetric grids. They are Parameters without gradient, not buffers: DDP re-broadcasts buffers in every
-forward.
+`w_zero_point` on asymmetric grids. They are Parameters without gradient, not buffers: DDP re-broadcasts buffers in
+every forward.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class PackedWeight:
 
 
 def quantize_weight(weight: Tensor, packed: PackedWeight) -> dict[str, Tensor]:
-    """Round a dense `weight` (shape `packed.shape`) and pack it. Returns the stored tensors by suffix, never changes `weight`.
+    """Round a dense `weight` (shape `packed.shape`) and pack it. Returns the stored tensors by suffix, never changes
+    `weight`.
 
     Experts are rounded one after the other, so that the float32 working copy is that of one expert.
     """
@@ -139,7 +141,9 @@ class LowBitModule(nn.Module):
         return ", ".join(part for part in (super().extra_repr(), schemes) if part)
 
 
-def install(module: LowBitModule, name: str, packed: PackedWeight, stored: dict[str, Tensor] | None, device=None) -> None:
+def install(
+    module: LowBitModule, name: str, packed: PackedWeight, stored: dict[str, Tensor] | None, device=None
+) -> None:
     """Put packed tensors in the place of parameter `name`; with `stored` None, empty ones on `device` to load into."""
     for suffix, (shape, dtype) in packed.tensors().items():
         tensor = torch.empty(shape, dtype=dtype, device=device) if stored is None else stored[suffix]

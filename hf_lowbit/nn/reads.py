@@ -1,9 +1,10 @@
 """Weights that model code reads directly, as in `F.linear(x, self.dt_proj.weight)`, found in the code itself.
 
-A packed weight is only right inside its own layer's forward. Reading `.weight` elsewhere would take codes for numbers, and
-reading `.weight.dtype` would cast activations to the codes' dtype; both silently. So the source of every class in the model
-is searched for `self.<path>.weight`, and what it names stays dense. A read is harmless when it asks for the device only,
-stands in a method that compares the dtype with `torch.int8` (T5), or under `if self.training` (packed weights don't train).
+A packed weight is only right inside its own layer's forward. Reading `.weight` elsewhere would take codes for numbers,
+and reading `.weight.dtype` would cast activations to the codes' dtype; both silently. So the source of every class in
+the model is searched for `self.<path>.weight`, and what it names stays dense. A read is harmless when it asks for the
+device only, stands in a method that compares the dtype with `torch.int8` (T5), or under `if self.training` (packed
+weights don't train).
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 from torch import nn
 
 
-# methods that treat weights as parameters and not as numbers; those whose name starts with init or reset run before packing
+# methods that treat weights as parameters and not as numbers; initializers run before packing
 NOT_FORWARD = ("post_init", "tie_weights", "_tie_weights", "load_hook", "_load_from_state_dict", "extra_repr")
 INITIALIZERS = ("init", "reset")
 # branches that only exist for a simulated tensor-parallel checkpoint layout, off unless the config says otherwise
@@ -43,7 +44,9 @@ def _reads(cls: type) -> list[str]:
     if cls.__module__.startswith("torch.nn.") and cls is not nn.MultiheadAttention:
         return []
     classes = [c for c in cls.__mro__ if c.__module__.split(".")[0] not in ("builtins", "abc")]
-    classes = [c for c in classes if not c.__module__.startswith(("torch.", "hf_lowbit")) or c is nn.MultiheadAttention]
+    classes = [
+        c for c in classes if not c.__module__.startswith(("torch.", "hf_lowbit")) or c is nn.MultiheadAttention
+    ]
     overridden: set[str] = set()
     paths: list[str] = []
     for c in classes:
@@ -56,7 +59,7 @@ def _class_reads(cls: type) -> set[str]:
     return {path for _, path in _method_reads(cls)}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _method_reads(cls: type) -> tuple[tuple[str, str], ...]:
     """(method, path) of every read in the class's own methods; the path "" is the module itself."""
     try:
@@ -84,9 +87,12 @@ def _method_reads(cls: type) -> tuple[tuple[str, str], ...]:
 
 
 def _inference_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below `node`, without the bodies of `if self.training ...:` (fused training kernels of state-space models)."""
+    """Every node below `node`, without the bodies of `if self.training ...:` (fused training kernels of state-space
+    models)."""
     yield node
-    if isinstance(node, ast.If) and any(isinstance(n, ast.Attribute) and n.attr == "training" for n in ast.walk(node.test)):
+    if isinstance(node, ast.If) and any(
+        isinstance(n, ast.Attribute) and n.attr == "training" for n in ast.walk(node.test)
+    ):
         children = node.orelse
     else:
         children = ast.iter_child_nodes(node)

@@ -1,8 +1,9 @@
 """What stays dense by default, and the reason, module by module.
 
 transformers' own helper looks at the last parameter only, so a head with a bias is quantized. Ours asks of every
-module: is it an output layer, tied to another weight, a task head, a router, kept in float32 by the model, read directly by
-other code, or of a class whose forward is not a plain product? Each answer is a sentence that `report` and `inspect` print.
+module: is it an output layer, tied to another weight, a task head, a router, kept in float32 by the model, read
+directly by other code, or of a class whose forward is not a plain product? Each answer is a sentence that `report` and
+`inspect` print.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .reads import directly_read
 
 # children of a model without a base-model attribute that are task heads by their name
 HEAD_NAMES = {"classifier", "classification_head", "score", "scorer", "lm_head", "qa_outputs", "cls", "head", "heads",
-              "proj_out", "embed_out", "output_projection", "class_predictor", "bbox_predictor", "logits_proj"}  # fmt: skip
+              "proj_out", "embed_out", "output_projection",
+              "class_predictor", "bbox_predictor", "logits_proj"}  # fmt: skip
 ROUTER_NAMES = {"gate", "router", "shared_expert_gate", "routing_gate", "expert_gate"}
 # no mixture of experts has more; wider layers of that name are ordinary projections
 MOST_EXPERTS = 1024

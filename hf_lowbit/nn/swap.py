@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from .classes import dense_class, lowbit_class
 from .linear import FlatLinear
@@ -17,8 +17,8 @@ from .targets import Target
 def prepare(targets: Iterable[Target], load_packed: bool, device: torch.device | str | None = None) -> None:
     """Turn the targets' modules into low-bit ones without weights.
 
-    With `load_packed` the packed tensors are created empty on `device`, to be loaded into. Without, the dense parameter stays
-    and the companions are created empty: the weight is rounded when it arrives.
+    With `load_packed` the packed tensors are created empty on `device`, to be loaded into. Without, the dense
+    parameter stays and the companions are created empty: the weight is rounded when it arrives.
     """
     for module, group in _by_module(targets):
         dtype = next(t.module._parameters[t.parameter].dtype for t in group)
@@ -34,7 +34,7 @@ def prepare(targets: Iterable[Target], load_packed: bool, device: torch.device |
         module._is_hf_initialized = True
 
 
-def convert(targets: list[Target], progress: bool = True) -> None:
+def convert(targets: list[Target]) -> None:
     """Round and pack the dense weights of the targets, one tensor at a time. Tied targets share the result.
 
     Raises ValueError naming the layer when a weight holds NaN or infinity; then no module has been changed.
@@ -43,7 +43,7 @@ def convert(targets: list[Target], progress: bool = True) -> None:
     check_finite(targets)
     made: dict[int, dict] = {}
     shared = _shared(targets)
-    for module, group in tqdm(list(_by_module(targets)), desc="Quantizing", disable=not progress, leave=False):
+    for module, group in logging.tqdm(list(_by_module(targets)), desc="Quantizing weights"):
         weights = {target.parameter: module._parameters[target.parameter] for target in group}
         _become_lowbit(module, group)
         for target in group:
@@ -76,7 +76,9 @@ def check_finite(targets: Iterable[Target]) -> None:
         if weight.device.type != "meta" and not bool(torch.isfinite(weight.detach().sum(dtype=torch.float64))):
             bad.append(target.name)
     if bad:
-        raise ValueError(f"the weights of {', '.join(f'`{name}`' for name in bad)} hold NaN or infinity: nothing was changed.")
+        raise ValueError(
+            f"the weights of {', '.join(f'`{name}`' for name in bad)} hold NaN or infinity: nothing was changed."
+        )
 
 
 def flatten_head(model: nn.Module) -> None:

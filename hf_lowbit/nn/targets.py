@@ -1,4 +1,5 @@
-"""Which weights of a model are converted, with which scheme, and why the others are not: decided before any work starts."""
+"""Which weights of a model are converted, with which scheme, and why the others are not: decided before any work
+starts."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -29,8 +29,8 @@ class Request(Protocol):
 class Target:
     """One weight parameter: `name` is the module's name, or the parameter's full name for fused experts.
 
-    `shape` is dense, `transposed` says that the input comes first in it. `packed` says how it is stored once converted; None
-    when it stays dense, for `reason`.
+    `shape` is dense, `transposed` says that the input comes first in it. `packed` says how it is stored once
+    converted; None when it stays dense, for `reason`.
     """
 
     name: str
@@ -51,8 +51,8 @@ class Target:
 def find_targets(model: nn.Module, request: Request) -> list[Target]:
     """Decide for every weight a low-bit layer exists for.
 
-    Raises ValueError when a pattern of the config matches nothing, when a module is asked for that can't be converted (all of
-    them named), and when nothing would be converted.
+    Raises ValueError when a pattern of the config matches nothing, when a module is asked for that can't be converted
+    (all of them named), and when nothing would be converted.
     """
     default, hard, ties = default_reasons(model), hard_reasons(model), tied_groups(model)
     used: set[str] = set()
@@ -161,8 +161,8 @@ def _share_ties(targets: list[Target], ties: list[set[str]]) -> None:
         if len(schemes) > 1 or len(members) < len(group) or not kinds <= {"linear", "embedding"}:
             raise ValueError(
                 f"`modules` asks to convert {sorted(m.name for m in wanted)}, tied as one tensor with "
-                f"{sorted(group)}, but not all of them can share one table (schemes {sorted(map(str, schemes))}). Name one "
-                "of them only, or none."
+                f"{sorted(group)}, but not all of them can share one table (schemes {sorted(map(str, schemes))}). "
+                "Name one of them only, or none."
             )
         for member in members:
             if member.packed is None and not member.reason.startswith(("tied", "output", "task", "embeddings")):
@@ -180,11 +180,13 @@ def _check_used(model: nn.Module, request: Request, used: set[str]) -> None:
             hit = next((name for name in names if first_match([pattern], name)), None)
             if hit is None:
                 raise ValueError(
-                    f"`{field}` has {pattern!r}, which matches no module of {type(model).__name__}. Names match whole dotted "
-                    'parts ("mlp.gate" is not "mlp.gate_proj"); print(model) lists them.'
+                    f"`{field}` has {pattern!r}, which matches no module of {type(model).__name__}. Names match whole "
+                    'dotted parts ("mlp.gate" is not "mlp.gate_proj"); print(model) lists them.'
                 )
             if field == "modules" and not any(first_match([p], hit) for p in used):
-                raise ValueError(f"`modules` has {pattern!r}, which matches `{hit}` but no weight that can be low-bit.")
+                raise ValueError(
+                    f"`modules` has {pattern!r}, which matches `{hit}` but no weight that can be low-bit."
+                )
 
 
 def _nothing_message(model: nn.Module, targets: list[Target]) -> str:
@@ -193,4 +195,3 @@ def _nothing_message(model: nn.Module, targets: list[Target]) -> str:
     reasons = "; ".join(f"`{target.name}`: {target.reason}" for target in targets[:8])
     more = f"; and {len(targets) - 8} more" if len(targets) > 8 else ""
     return f"nothing of {type(model).__name__} would be converted. {reasons}{more}."
-

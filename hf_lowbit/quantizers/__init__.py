@@ -1,4 +1,5 @@
-"""Glue to transformers: registration, the quantizer behind `from_pretrained` and `save_pretrained`, and `quantize` in memory."""
+"""Glue to transformers: registration, the quantizer behind `from_pretrained` and `save_pretrained`, and `quantize` in
+memory."""
 
 from .register import register
 

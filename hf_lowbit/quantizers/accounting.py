@@ -1,7 +1,7 @@
 """Making transformers count a low-bit model right: logical parameters, and the dtype it computes in.
 
-`num_parameters()` would count packed bytes and scales, and `dtype` might answer with the dtype of a scale. Both are wrapped
-on `PreTrainedModel`, once, and behave as before for models without low-bit layers.
+`num_parameters()` would count packed bytes and scales, and `dtype` might answer with the dtype of a scale. Both are
+wrapped on `PreTrainedModel`, once, and behave as before for models without low-bit layers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def _difference(model: PreTrainedModel, only_trainable: bool, exclude_embeddings
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """Dtype of the first dense floating parameter, else of a low-bit table's output; None for models without low-bit layers."""
+    """Dtype of the first dense floating parameter, else of a low-bit table's output; None for models without low-bit
+    layers."""
     lowbit, first = False, None
     for module in model.modules():
         companions: list[str] = []

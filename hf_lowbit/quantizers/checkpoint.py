@@ -14,8 +14,8 @@ from torch import nn
 from ..configs.lowbit import LowBitConfig
 from ..functional.grid import TERNARY, grid_of
 from ..nn.packed import PackedWeight
-from ..nn.targets import Target, candidates, obstacle
 from ..nn.rules import tied_groups
+from ..nn.targets import Target, candidates, obstacle
 
 
 # safetensors' names of the dtypes of stored tensors
@@ -27,8 +27,8 @@ SHOWN = 6
 def recorded_targets(model: nn.Module, config: LowBitConfig) -> list[Target]:
     """The targets that a checkpoint's config lists, found in the model.
 
-    Names may differ by the base model's prefix (a causal LM's checkpoint loaded as its base model). Raises ValueError when a
-    listed module does not exist, cannot be low-bit or has another shape.
+    Names may differ by the base model's prefix (a causal LM's checkpoint loaded as its base model). Raises ValueError
+    when a listed module does not exist, cannot be low-bit or has another shape.
     """
     by_name = {candidate.name: candidate for candidate in candidates(model)}
     saved_as = getattr(model.config, "architectures", None) or []
@@ -58,7 +58,8 @@ def recorded_targets(model: nn.Module, config: LowBitConfig) -> list[Target]:
 
 
 def check_stored(model: nn.Module, targets: list[Target], files: list[str] | None) -> None:
-    """Compare the headers of the safetensors files with what the targets need. Raises ValueError with every difference."""
+    """Compare the headers of the safetensors files with what the targets need. Raises ValueError with every
+    difference."""
     files = [file for file in files or [] if str(file).endswith(".safetensors")]
     if not files:
         return
@@ -70,7 +71,9 @@ def check_stored(model: nn.Module, targets: list[Target], files: list[str] | Non
                     part = handle.get_slice(key)
                     stored[key] = (tuple(part.get_shape()), str(part.get_dtype()))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"`{file}` can't be read: {error}. The file is truncated or damaged; fetch it again.") from None
+            raise ValueError(
+                f"`{file}` can't be read: {error}. The file is truncated or damaged; fetch it again."
+            ) from None
     tied = {name: group for group in tied_groups(model) for name in group}
     problems = []
     for target in targets:

@@ -16,8 +16,8 @@ from .quantizer import LowBitQuantizer
 def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
     """Convert `model` in place, layer by layer, and return it.
 
-    What `from_pretrained(quantization_config=config)` does while loading, for a model built with `from_config` or loaded
-    dense. The result saves, reloads and dequantizes like any low-bit model.
+    What `from_pretrained(quantization_config=config)` does while loading, for a model built with `from_config` or
+    loaded dense. The result saves, reloads and dequantizes like any low-bit model.
 
     Args:
         model: any model; weights on any device, not on meta.
@@ -25,8 +25,8 @@ def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
 
     Raises:
         TypeError: for another model or config type.
-        ValueError: when the model is already quantized, a pattern matches nothing, nothing can be converted, or a weight
-            holds NaN or infinity (named; the model is then unchanged).
+        ValueError: when the model is already quantized, a pattern matches nothing, nothing can be converted, or a
+            weight holds NaN or infinity (named; the model is then unchanged).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch module, got {type(model).__name__}.")
@@ -38,7 +38,8 @@ def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
         raise ValueError("the model is already low-bit; call `model.dequantize()` first, and expect the loss of both.")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
-            f"the model is already quantized by {model.hf_quantizer.quantization_config.quant_method}; load it dense first."
+            f"the model is already quantized by {model.hf_quantizer.quantization_config.quant_method}; "
+            "load it dense first."
         )
     missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:

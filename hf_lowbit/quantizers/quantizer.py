@@ -1,8 +1,9 @@
 """`LowBitQuantizer`: what transformers calls while it loads and saves a low-bit model.
 
-On the fly, modules become low-bit on the meta device, and each dense tensor is rounded and packed the moment it is read: peak
-memory is the low-bit model and one tensor. A pre-quantized checkpoint is checked against its own config and the model before
-anything is allocated, then loaded into place. Works with transformers 5.16 to 5.24, whose quantizer base class differs.
+On the fly, modules become low-bit on the meta device, and each dense tensor is rounded and packed the moment it is
+read: peak memory is the low-bit model and one tensor. A pre-quantized checkpoint is checked against its own config and
+the model before anything is allocated, then loaded into place. Works with transformers 5.16 to 5.24, whose quantizer
+base class differs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
 from ..nn.packed import LowBitModule
 from ..nn.swap import flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
+from .accounting import install_accounting
 from .checkpoint import check_loaded, check_stored, recorded_targets
 
 
@@ -49,8 +51,6 @@ class LowBitQuantizer(HfQuantizer):
     def __init__(self, quantization_config: LowBitConfig, **kwargs):
         # the user's object stays theirs: what was converted is recorded in a copy
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
-        from .accounting import install_accounting
-
         install_accounting()
         self._targets: dict[str, Target] = {}
         conflict = self.quantization_config.conflict()
@@ -58,8 +58,8 @@ class LowBitQuantizer(HfQuantizer):
             raise ValueError(f"`quantization_config`: {conflict}")
         if self.pre_quantized and not self.quantization_config.is_resolved:
             raise ValueError(
-                "`quantization_config` of the checkpoint has no `modules` with shapes: it does not say what is low-bit. "
-                "The checkpoint is damaged or was not written by hf_lowbit."
+                "`quantization_config` of the checkpoint has no `modules` with shapes: it does not say what is "
+                "low-bit. The checkpoint is damaged or was not written by hf_lowbit."
             )
         if not self.pre_quantized and self.quantization_config.dequantize:
             raise ValueError("`dequantize`=True needs a low-bit checkpoint; this one is dense already.")
@@ -68,9 +68,9 @@ class LowBitQuantizer(HfQuantizer):
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         if not self.pre_quantized and "disk" in places:
             raise ValueError(
-                "`device_map` sends weights to disk while they are quantized on the fly: the offloaded file would keep the "
-                "dense numbers. Quantize and save once with memory for the low-bit model, then load that checkpoint with "
-                "disk offload."
+                "`device_map` sends weights to disk while they are quantized on the fly: the offloaded file would keep "
+                "the dense numbers. Quantize and save once with memory for the low-bit model, then load that "
+                "checkpoint with disk offload."
             )
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
@@ -121,7 +121,8 @@ class LowBitQuantizer(HfQuantizer):
         return model
 
     def _finish(self, target: Target) -> None:
-        """A weight that the checkpoint did not have was initialized dense by transformers: round it like the others."""
+        """A weight that the checkpoint did not have was initialized dense by transformers: round it like the
+        others."""
         module, name = target.module, target.parameter
         weight = module._parameters[name]
         if weight.is_floating_point() and weight.device.type != "meta":
@@ -188,10 +189,11 @@ class LowBitQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model, *args, **kwargs):
         lowbit = [packed for m in model.modules() if isinstance(m, LowBitModule) for packed in m.lowbit.values()]
+        bits = 8 * sum(packed.bytes() for packed in lowbit) / max(sum(packed.parameters for packed in lowbit), 1)
         metadata = {
             "hf_lowbit_format_version": str(FORMAT_VERSION),
             "total_parameters": str(model.num_parameters()),
-            "low_bit_bits_per_weight": f"{8 * sum(p.bytes() for p in lowbit) / max(sum(p.parameters for p in lowbit), 1):.4f}",
+            "low_bit_bits_per_weight": f"{bits:.4f}",
         }
         return None, metadata
 

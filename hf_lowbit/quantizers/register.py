@@ -1,21 +1,36 @@
 """Registering with transformers' Auto classes; idempotent, and cheap enough for an import hook.
 
-May run while `transformers.modeling_utils` is still being imported (the hook fires when `transformers.quantizers.auto` is
-ready), so nothing here may need a model class.
+The hook fires as soon as `transformers.quantizers.auto` has run, while `transformers.modeling_utils` is still being
+imported. The quantizer needs model classes, so until they exist its place is held by a function that makes it.
 """
 
 from __future__ import annotations
 
+import sys
+
 from transformers.quantizers import auto
 
 from ..configs.lowbit import QUANT_METHOD, LowBitConfig
-from .quantizer import LowBitQuantizer
 
 
 def register() -> None:
     """Make `quant_method: hf_lowbit` known to `from_pretrained`. Calling it again changes nothing."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = LowBitConfig
-    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = LowBitQuantizer
     # the classes whose load-time wishes (dequantize=True) reach the config of a saved checkpoint
     if LowBitConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
         auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, LowBitConfig)
+    if hasattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel"):
+        _register_quantizer()
+    else:
+        auto.AUTO_QUANTIZER_MAPPING.setdefault(QUANT_METHOD, _make_quantizer)
+
+
+def _register_quantizer() -> type:
+    from .quantizer import LowBitQuantizer
+
+    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = LowBitQuantizer
+    return LowBitQuantizer
+
+
+def _make_quantizer(quantization_config: LowBitConfig, **kwargs):
+    return _register_quantizer()(quantization_config, **kwargs)
