@@ -153,9 +153,9 @@ def install(
     module.lowbit = {**module.__dict__.get("lowbit", {}), name: packed}
 
 
-def remove(module: LowBitModule, name: str, dense: Tensor) -> None:
-    """The reverse of `install`: parameter `name` becomes `dense`, trainable, and the companions go."""
+def remove(module: LowBitModule, name: str, dense: nn.Parameter) -> None:
+    """The reverse of `install`: parameter `name` becomes `dense`, and the companions go."""
     for suffix in ("_scale", "_zero_point"):
         module._parameters.pop(name + suffix, None)
-    module.register_parameter(name, nn.Parameter(dense))
+    module.register_parameter(name, dense)
     module.lowbit = {key: value for key, value in module.lowbit.items() if key != name}

@@ -88,11 +88,15 @@ def flatten_head(model: nn.Module) -> None:
             head.__class__ = FlatLinear
 
 
-def restore_dense(model: nn.Module, dtype: torch.dtype) -> None:
-    """Turn every low-bit module back into its dense class, with the numbers of its codes in `dtype`. Ties are kept."""
+def restore_dense(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Turn the low-bit ones among `modules` back into their dense classes, with the numbers of their codes in `dtype`.
+
+    Weights that were tied stay tied.
+    """
     made: dict[int, nn.Parameter] = {}
+    # tensors whose ids are keys must live until the end
     keep = []
-    for module in list(model.modules()):
+    for module in list(modules):
         if isinstance(module, FlatLinear):
             module.__class__ = nn.Linear
         if not isinstance(module, LowBitModule):
@@ -100,13 +104,9 @@ def restore_dense(model: nn.Module, dtype: torch.dtype) -> None:
         for name in list(module.lowbit):
             packed = module._parameters[name]
             keep.append(packed)
-            dense = made.get(id(packed))
-            if dense is None:
-                dense = module.dense_weight(name, dtype)
-            remove(module, name, dense)
-            made[id(packed)] = module._parameters[name] = (
-                dense if isinstance(dense, nn.Parameter) else module._parameters[name]
-            )
+            if id(packed) not in made:
+                made[id(packed)] = nn.Parameter(module.dense_weight(name, dtype))
+            remove(module, name, made[id(packed)])
         module._buffers.pop("output_like", None)
         module._non_persistent_buffers_set.discard("output_like")
         module.__class__ = dense_class(module)

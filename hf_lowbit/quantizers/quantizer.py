@@ -21,6 +21,7 @@ from ..nn.swap import flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
 from .accounting import install_accounting
 from .checkpoint import check_loaded, check_stored, recorded_targets
+from .resize import install_resize
 
 
 class QuantizeOp(ConversionOps):
@@ -52,6 +53,7 @@ class LowBitQuantizer(HfQuantizer):
         # the user's object stays theirs: what was converted is recorded in a copy
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         install_accounting()
+        install_resize()
         self._targets: dict[str, Target] = {}
         conflict = self.quantization_config.conflict()
         if self.pre_quantized and conflict is not None:
@@ -102,14 +104,15 @@ class LowBitQuantizer(HfQuantizer):
             targets = [target for target in find_targets(model, self.quantization_config) if target.packed is not None]
         self._targets = {target.parameter_name: target for target in targets}
         prepare(targets, load_packed=self.pre_quantized, device="meta")
-        self._tie_companions(model)
+        self._tie_companions(model, self._targets)
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         for target in self._targets.values():
             self._finish(target)
         check_loaded(self._targets.values())
-        self.record(list(self._targets.values()))
+        self._targets = {}
+        self.record(model)
         # saved under the module's own names, so that Trainer's resume finds every tensor again
         model._weight_conversions = []
         flatten_head(model)
@@ -132,19 +135,24 @@ class LowBitQuantizer(HfQuantizer):
             module._parameters[name + suffix].requires_grad_(False)
         module._is_hf_initialized = True
 
-    def record(self, targets: list[Target]) -> None:
-        """Write what was converted, with schemes and shapes, into the config: this is what gets saved."""
-        self.quantization_config.modules = {target.name: target.packed.scheme for target in targets}
-        self.quantization_config.shapes = {target.name: target.packed.shape for target in targets}
+    def record(self, model) -> None:
+        """Write what is low-bit, with schemes and shapes, into the config: this is what gets saved."""
+        found = {}
+        for name, module in model.named_modules():
+            if isinstance(module, LowBitModule):
+                for parameter, packed in module.lowbit.items():
+                    key = name if parameter == "weight" else f"{name}.{parameter}"
+                    found[key.removeprefix(".")] = packed
+        self.quantization_config.modules = {key: packed.scheme for key, packed in found.items()}
+        self.quantization_config.shapes = {key: packed.shape for key, packed in found.items()}
 
     def attach(self, model, targets: list[Target]) -> None:
         """Give a model that was converted in memory what `from_pretrained` leaves on one: config, quantizer, names."""
-        self._targets = {target.parameter_name: target for target in targets}
-        self.record(targets)
+        self.record(model)
         if not hasattr(model, "config"):
             # a plain torch module: nothing of transformers to tell
             return
-        self._tie_companions(model)
+        self._tie_companions(model, {target.parameter_name: target for target in targets})
         model.hf_quantizer = self
         model.is_quantized = True
         model.quantization_method = self.quantization_config.quant_method
@@ -164,19 +172,19 @@ class LowBitQuantizer(HfQuantizer):
         bits = sorted({str(scheme.bits) for scheme in self.quantization_config.modules.values()})
         model.add_model_tags(["hf_lowbit", "low-bit", *(b if b == "ternary" else f"{b}-bit" for b in bits)])
 
-    def _tie_companions(self, model) -> None:
+    def _tie_companions(self, model, targets: dict[str, Target]) -> None:
         """Scales and zero points of a shared table are tied as its codes are."""
         tied = getattr(model, "all_tied_weights_keys", None)
         for target_name, source in list((tied or {}).items()):
-            target = self._targets.get(target_name)
-            if target is not None and source in self._targets:
+            target = targets.get(target_name)
+            if target is not None and source in targets:
                 for suffix in target.packed.tensors():
                     tied[target_name + suffix] = source + suffix
 
     def _dequantize(self, model, dtype=None):
         # saving leaves the config's dtype as a string
         dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-        restore_dense(model, dtype or model.dtype)
+        restore_dense(model.modules(), dtype or model.dtype)
         tied = getattr(model, "all_tied_weights_keys", None)
         for name in [n for n in (tied or {}) if n.endswith(("weight_scale", "weight_zero_point"))]:
             del tied[name]
@@ -188,6 +196,8 @@ class LowBitQuantizer(HfQuantizer):
         model.__dict__.pop("_weight_conversions", None)
 
     def get_state_dict_and_metadata(self, model, *args, **kwargs):
+        # modules may have been resized or replaced since they were loaded; transformers writes the config after this
+        self.record(model)
         lowbit = [packed for m in model.modules() if isinstance(m, LowBitModule) for packed in m.lowbit.values()]
         bits = 8 * sum(packed.bytes() for packed in lowbit) / max(sum(packed.parameters for packed in lowbit), 1)
         metadata = {
