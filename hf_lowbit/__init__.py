@@ -50,6 +50,6 @@ def __dir__() -> list[str]:
 
 # now if transformers' registry is loaded, else as soon as it is
 if _hf_lowbit_autoload.TARGET in sys.modules:
-    import_module(".quantizers", __name__).register()
+    import_module(".registration", __name__).register()
 else:
     _hf_lowbit_autoload.install()

@@ -133,6 +133,9 @@ def _build(model_or_id) -> tuple[nn.Module, str]:
         return model_or_id, type(model_or_id).__name__
     if not isinstance(model_or_id, (str, os.PathLike)):
         raise TypeError(f"`model_or_id` must be a model, a model id or a folder, got {type(model_or_id).__name__}.")
+    looks_local = os.path.isabs(model_or_id) or str(model_or_id).startswith((".", "~"))
+    if looks_local and not os.path.isdir(model_or_id):
+        raise FileNotFoundError(f"`{model_or_id}` is no folder; pass a checkpoint's folder, a Hub id or a model.")
     config = AutoConfig.from_pretrained(model_or_id)
     if hasattr(config, "quantization_config"):
         raise ValueError(

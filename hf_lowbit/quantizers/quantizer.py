@@ -169,8 +169,11 @@ class LowBitQuantizer(HfQuantizer):
 
     def tag(self, model) -> None:
         """Hub tags that every card of this model carries."""
+        model.add_model_tags(self._tags())
+
+    def _tags(self) -> list[str]:
         bits = sorted({str(scheme.bits) for scheme in self.quantization_config.modules.values()})
-        model.add_model_tags(["hf_lowbit", "low-bit", *(b if b == "ternary" else f"{b}-bit" for b in bits)])
+        return ["hf_lowbit", "low-bit", *(b if b == "ternary" else f"{b}-bit" for b in bits)]
 
     def _tie_companions(self, model, targets: dict[str, Target]) -> None:
         """Scales and zero points of a shared table are tied as its codes are."""
@@ -192,6 +195,8 @@ class LowBitQuantizer(HfQuantizer):
 
     def remove_quantization_config(self, model):
         super().remove_quantization_config(model)
+        if getattr(model, "model_tags", None):
+            model.model_tags = [tag for tag in model.model_tags if tag not in self._tags()]
         # transformers before 5.21 leaves it behind; saving a dense model must use the original names again
         model.__dict__.pop("_weight_conversions", None)
 

@@ -1,0 +1,102 @@
+"""Lets transformers load hf_lowbit checkpoints in a process that never imports hf_lowbit.
+
+transformers has no plugin discovery: a checkpoint whose `quant_method` nobody registered is read as if it were dense.
+`hf_lowbit_autoload.pth`, installed beside this file, imports this module when the interpreter starts. All that
+happens then is one entry in `sys.meta_path`. The entry waits for `transformers.quantizers.auto`, the module that
+holds the registry, and calls `hf_lowbit.registration.register()` as soon as that module has run. A process that never
+imports transformers never imports hf_lowbit.
+
+What holds in every case: only the standard library is used, and of it only what the interpreter has loaded anyway; a
+failure of hf_lowbit becomes a warning, never a failed import of transformers; `HF_LOWBIT_AUTOLOAD=0` switches it off.
+"""
+
+import os
+import sys
+
+
+TARGET = "transformers.quantizers.auto"
+SWITCH = "HF_LOWBIT_AUTOLOAD"
+
+
+class RegisterAfterImport:
+    """A meta path finder that finds nothing itself: it asks the finders after it and adds a step to their answer."""
+
+    searching = False
+
+    def find_spec(self, name, path=None, target=None):
+        if name != TARGET or self.searching or self not in sys.meta_path:
+            return None
+        # a finder that calls all the others from its own search must not lead back into this one
+        self.searching = True
+        try:
+            # those before this one have already been asked
+            for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+                find_spec = getattr(finder, "find_spec", None)
+                spec = find_spec(name, path, target) if find_spec else None
+                if spec is not None:
+                    register_after(spec.loader)
+                    return spec
+            return None
+        finally:
+            self.searching = False
+
+
+def register_after(loader):
+    """Make `loader` call `register` once it has executed its module; it keeps its type and its other methods."""
+
+    def exec_module(module):
+        del loader.exec_module
+        loader.exec_module(module)
+        register()
+
+    # a loader that is a class is shared by all modules of its kind, and some loaders accept no attributes: both are
+    # left as they are, and such a process has to import hf_lowbit itself
+    if hasattr(loader, "exec_module") and not isinstance(loader, type):
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            return
+
+
+def register():
+    """Register hf_lowbit with transformers; whatever goes wrong is a warning."""
+    if any(is_being_imported(name) for name in ("hf_lowbit", "hf_lowbit.quantizers")):
+        # transformers was pulled in by hf_lowbit itself, which registers when it is complete
+        return
+    try:
+        from hf_lowbit.registration import register as register_with_transformers
+
+        register_with_transformers()
+    except Exception as cause:
+        warn(
+            f"hf_lowbit is installed but could not be loaded ({type(cause).__name__}: {cause}), so this process will "
+            f"not read low-bit checkpoints. `import hf_lowbit` shows where it fails; {SWITCH}=0 leaves it out."
+        )
+
+
+def is_being_imported(name):
+    """Is this module half-made, its import still running?"""
+    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
+
+
+def warn(message):
+    """Issue a RuntimeWarning, and only print it where warnings are turned into errors."""
+    import warnings
+
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    except Exception:
+        print(f"RuntimeWarning: {message}", file=sys.stderr)
+
+
+def install():
+    """Put the finder in place, once; if transformers is already there, register now."""
+    if not any(isinstance(finder, RegisterAfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, RegisterAfterImport())
+    if TARGET in sys.modules:
+        register()
+
+
+# the switch is for processes that do not import hf_lowbit; hf_lowbit itself calls `install` in any case
+if os.environ.get(SWITCH) != "0":
+    install()

@@ -1,0 +1,71 @@
+"""The command `hf-lowbit`: the public functions, for people at a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Errors a user can mend are printed as one sentence."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+        print(f"hf-lowbit {options.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-lowbit", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="modules, parameters, bytes at each bit width; reads only the config")
+    inspect.add_argument("model", help="a folder or Hub id")
+    inspect.add_argument("--group-size", default="128", help='a number, "none" (per channel) or "tensor"')
+    inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    inspect.set_defaults(run=_inspect)
+    card = commands.add_parser("card", help="print the model card of a low-bit checkpoint")
+    card.add_argument("folder")
+    card.add_argument("--base-model", help="Hub id of the dense model it was made from")
+    card.set_defaults(run=_card)
+    push = commands.add_parser("push", help="upload a low-bit checkpoint with its card")
+    push.add_argument("folder")
+    push.add_argument("repo_id")
+    push.add_argument("--private", action="store_true")
+    push.add_argument("--revision")
+    push.add_argument("--create-pr", action="store_true")
+    push.set_defaults(run=_push)
+    return parser
+
+
+def _inspect(options) -> None:
+    from ..compress.inspect import inspect
+
+    found = inspect(options.model, group_size=_group_size(options.group_size))
+    print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+
+
+def _card(options) -> None:
+    from ..hub import render_card
+
+    print(render_card(options.folder, base_model=options.base_model))
+
+
+def _push(options) -> None:
+    from ..hub import push_to_hub
+
+    wishes = {"private": options.private or None, "revision": options.revision, "create_pr": options.create_pr or None}
+    result = push_to_hub(options.folder, options.repo_id, **{k: v for k, v in wishes.items() if v is not None})
+    print(result)
+
+
+def _group_size(text: str) -> int | str | None:
+    if text in ("none", "tensor"):
+        return None if text == "none" else text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f'--group-size={text!r} must be a number, "none" or "tensor".') from None

@@ -1,0 +1,164 @@
+"""What a card states, measured: from a report of the model in memory, or from the files of a checkpoint.
+
+Both ways end in the same `Facts`. The files suffice because the format records them: `config.json` lists each
+converted module with its scheme and logical shape, and the header of a safetensors file gives the bytes of every
+tensor, so no weight is read. What the files do not hold is why a module stayed dense.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..configs.lowbit import QUANT_METHOD, LowBitConfig
+
+
+# a converted tensor is stored as codes under its own name and these beside it (docs/format.md)
+COMPANIONS = ("_scale", "_zero_point")
+NOT_RECORDED = "not converted"
+
+
+@dataclass
+class Group:
+    """Weights that share a scheme, or a reason to stay dense."""
+
+    scheme: Mapping | None
+    reason: str
+    count: int = 0
+    parameters: int = 0
+    bytes: int = 0
+    names: set[str] = field(default_factory=set)
+
+    def add(self, name: str, parameters: int, bytes: int) -> None:
+        self.count += 1
+        self.parameters += parameters
+        self.bytes += bytes
+        # layers that differ in their number only are one name
+        self.names.add(re.sub(r"(?<![^.])\d+(?![^.])", "*", name))
+
+
+@dataclass
+class Facts:
+    """The numbers of a card; the largest groups come first."""
+
+    architecture: str
+    config: Mapping[str, Any]
+    groups: list[Group]
+
+    @property
+    def lowbit(self) -> list[Group]:
+        return [group for group in self.groups if group.scheme is not None]
+
+    @property
+    def dense(self) -> list[Group]:
+        return [group for group in self.groups if group.scheme is None and group.parameters]
+
+    @property
+    def parameters(self) -> int:
+        return sum(group.parameters for group in self.groups)
+
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.groups)
+
+    @property
+    def lowbit_parameters(self) -> int:
+        return sum(group.parameters for group in self.lowbit)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the converted weights, scales and zero points included."""
+        return 8 * sum(group.bytes for group in self.lowbit) / max(self.lowbit_parameters, 1)
+
+    @property
+    def bits(self) -> list[int | str]:
+        """The widths that occur."""
+        return sorted({group.scheme["bits"] for group in self.lowbit}, key=str)
+
+
+def from_report(report: Any, architecture: str, config: Mapping[str, Any]) -> Facts:
+    """Facts from `hf_lowbit.report(model)`, or from its `to_dict()`."""
+    entries = report["modules"] if isinstance(report, Mapping) else report.modules
+    rows = []
+    for entry in entries:
+        values = entry if isinstance(entry, Mapping) else vars(entry)
+        scheme = values["scheme"]
+        if scheme is not None and not isinstance(scheme, Mapping):
+            scheme = scheme.to_dict()
+        rows.append((values["name"], scheme, values["reason"], values["parameters"], values["bytes"]))
+    return Facts(architecture, config, _grouped(rows))
+
+
+def from_checkpoint(folder: str | Path) -> Facts:
+    """Facts from a folder that `save_pretrained` wrote."""
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    stored = config.get("quantization_config")
+    if not isinstance(stored, dict) or stored.get("quant_method") != QUANT_METHOD:
+        raise ValueError(
+            f"`{folder.name}` is not a low-bit checkpoint: its config.json has no `quantization_config` of "
+            f"{QUANT_METHOD!r}. Compress the model first, then save it with save_pretrained."
+        )
+    quantization = LowBitConfig(**stored)
+    sizes, rows = tensor_sizes(folder), []
+    for name, shape in quantization.shapes.items():
+        # experts are listed by their parameter, everything else by the module that owns `weight`
+        codes = name if name in sizes else f"{name}.weight"
+        if codes not in sizes:
+            raise ValueError(f"config.json lists `{name}` as converted, but no safetensors file holds it.")
+        size = sum(sizes.pop(codes + suffix, (0, 0))[1] for suffix in ("", *COMPANIONS))
+        rows.append((codes, quantization.modules[name].to_dict(), "", math.prod(shape), size))
+    rows += [(name, None, NOT_RECORDED, parameters, size) for name, (parameters, size) in sizes.items()]
+    return Facts((config.get("architectures") or ["unknown"])[0], quantization.to_dict(), _grouped(rows))
+
+
+def tensor_sizes(folder: Path) -> dict[str, tuple[int, int]]:
+    """{tensor: (elements, bytes)} of a checkpoint, from the headers of its safetensors files."""
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    sizes = {}
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise FileNotFoundError(f"`{folder.name}` lacks the weights file {name!r}; save the checkpoint again.")
+        for tensor, entry in _header(folder / name).items():
+            if tensor != "__metadata__":
+                begin, end = entry["data_offsets"]
+                sizes[tensor] = math.prod(entry["shape"]), end - begin
+    return sizes
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file; an error names the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"`{path.parent.name}` has no {path.name}; pass a folder that save_pretrained wrote.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path.name} of `{path.parent.name}` is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} of `{path.parent.name}` holds a {type(value).__name__}, not an object.")
+    return value
+
+
+def _header(path: Path) -> dict:
+    # 8 bytes little-endian: length of the JSON header that follows
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size - 8:
+            raise ValueError(f"{path.name} is truncated or not a safetensors file; save the checkpoint again.")
+        return json.loads(file.read(length))
+
+
+def _grouped(rows: Iterable[tuple[str, Mapping | None, str, int, int]]) -> list[Group]:
+    groups: dict[tuple, Group] = {}
+    for name, scheme, reason, parameters, size in rows:
+        key = tuple(scheme.values()) if scheme is not None else (reason,)
+        # why a kernel was chosen depends on the machine; the card keeps only why something stayed dense
+        group = groups.setdefault(key, Group(scheme, "" if scheme is not None else reason))
+        group.add(name, parameters, size)
+    return sorted(groups.values(), key=lambda group: -group.parameters)

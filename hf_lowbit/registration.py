@@ -1,0 +1,12 @@
+"""Everything that transformers must know about us: the quantizer, and the card of a plain `push_to_hub`."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Register with transformers. Calling it again changes nothing; nothing heavy is imported."""
+    from .hub import install
+    from .quantizers import register as register_quantizer
+
+    register_quantizer()
+    install()
