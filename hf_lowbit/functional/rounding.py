@@ -16,6 +16,7 @@ Groups are rows of X [rows, group]: one row a group, whatever the weight's shape
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -25,17 +26,15 @@ from torch import Tensor
 from .grid import TERNARY, Grid, expand_groups
 
 
-# clip fractions of the step that just covers the group, per bits: long tails (rows, whole tensors) want the low end
-CLIPS = {
-    8: (0.55, 0.7, 0.85, 1.0),
-    4: tuple(0.36 + 0.04 * i for i in range(17)),
-    3: tuple(0.25 + 0.05 * i for i in range(16)),
-    2: tuple(0.15 + 0.05 * i for i in range(18)),
-}
+# the search starts at the finest step worth trying, in units of the group's root mean square, and ends at the step that
+# covers the group; COARSE steps lie between, at equal ratios, and REFINE rounds then narrow the best one
+FINEST = {2: 0.45, 3: 0.25, 4: 0.14, 8: 0.012}
+COARSE = {2: 8, 3: 7, 4: 7, 8: 4}
+REFINE = 2
 # how far the zero point may move from where the group's minimum puts it
-ZERO_POINT_SHIFTS = {8: (0,), 4: (0,), 3: (-1, 0, 1), 2: (-2, -1, 0, 1, 2)}
-# elements rated at a time: small enough to stay in a core's cache
-CHUNK = 1 << 17
+ZERO_POINT_SHIFTS = {2: (-2, -1, 1, 2), 3: (-1, 1), 4: (), 8: ()}
+# elements rated at a time: torch runs operations of this size on one thread, and they stay in a core's cache
+CHUNK = 1 << 15
 # scale of a group of zeros: any finite number would do; small, so that a trained code starts small
 ZERO_GROUP_SCALE = 1e-5
 
@@ -113,47 +112,76 @@ def _absmean(x: Tensor, rows: int, in_features: int, group_size: int | str | Non
 
 
 def _search(x: Tensor, largest: Tensor, grid: Grid, symmetric: bool, search: bool) -> tuple[Tensor, Tensor | None]:
-    scale = torch.empty_like(largest)
-    zero_point = None if symmetric else torch.empty_like(largest)
-    step = max(1, CHUNK // max(1, x.shape[1]))
-    for start in range(0, x.shape[0], step):
-        part = slice(start, start + step)
+    """Scale [rows, 1] and, unless symmetric, zero point [rows, 1] of the groups `x` [rows, group]."""
+    scale, zero_point = torch.empty_like(largest), torch.empty_like(largest)
+    rows = max(1, CHUNK // max(1, x.shape[1]))
+
+    def search_part(start: int) -> None:
+        part = slice(start, start + rows)
         # in units of the largest magnitude: no over- or underflow in the sums of squares
         unit = torch.where(largest[part] > 0, largest[part], 1.0)
-        best, zero = _search_chunk(x[part] / unit, grid, symmetric, search)
-        scale[part] = best * unit
-        if zero_point is not None:
-            zero_point[part] = zero
-    return scale, zero_point
+        step, zero_point[part] = _search_chunk(x[part] / unit, grid, symmetric, search)
+        scale[part] = step * unit
+
+    starts = range(0, x.shape[0], rows)
+    threads = min(torch.get_num_threads(), len(starts))
+    if threads > 1 and x.device.type == "cpu":
+        # one thread a chunk, and no barrier inside: torch's own threads would wait for each other in every operation
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(search_part, starts))
+    else:
+        for start in starts:
+            search_part(start)
+    return scale, None if symmetric else zero_point
 
 
 def _search_chunk(x: Tensor, grid: Grid, symmetric: bool, search: bool) -> tuple[Tensor, Tensor]:
     """Best step and zero point of each row of `x` [rows, group], largest magnitude 1 (or all zeros)."""
     if symmetric:
-        cover = x.new_full((x.shape[0], 1), 1.0 / grid.qmax)
-        zeros = [x.new_zeros(x.shape[0], 1)]
+        cover, zero = x.new_full((x.shape[0], 1), 1.0 / grid.qmax), x.new_zeros(x.shape[0], 1)
     else:
         low = x.amin(dim=1, keepdim=True).clamp_(max=0.0)
         high = x.amax(dim=1, keepdim=True).clamp_(min=0.0)
         cover = ((high - low) / grid.levels).clamp_(min=1e-12)
-        base = (grid.qmin - low / cover).round_().clamp_(grid.qmin, grid.qmax)
-        shifts = ZERO_POINT_SHIFTS[grid.bits] if search else (0,)
-        zeros = [(base + shift).clamp_(grid.qmin, grid.qmax) for shift in shifts]
+        zero = (grid.qmin - low / cover).round_().clamp_(grid.qmin, grid.qmax)
     if not search:
-        return cover, zeros[0]
-    best_gain = torch.full_like(cover, -1.0)
-    best_step, best_zero = cover.clone(), zeros[0].clone()
-    q, product = torch.empty_like(x), torch.empty_like(x)
-    for zero in zeros:
-        lowest, highest = grid.qmin - zero, grid.qmax - zero
-        for clip in CLIPS[grid.bits]:
-            torch.mul(x, 1.0 / (cover * clip), out=q).round_()
-            torch.maximum(torch.minimum(q, highest, out=q), lowest, out=q)
-            cross = torch.mul(x, q, out=product).sum(dim=1, keepdim=True)
-            power = torch.mul(q, q, out=product).sum(dim=1, keepdim=True).clamp_(min=1e-30)
-            gain = cross * cross / power
-            better = (gain > best_gain) & (cross > 0)
-            best_gain = torch.where(better, gain, best_gain)
-            best_step = torch.where(better, cross / power, best_step)
-            best_zero = torch.where(better, zero, best_zero)
-    return best_step, best_zero
+        return cover, zero
+    best = _Best(x, grid, cover, zero)
+    spread = x.square().mean(dim=1, keepdim=True).sqrt_()
+    finest = torch.minimum(FINEST[grid.bits] * spread, 0.7 * cover).clamp_(min=1e-12)
+    ratio = (cover / finest).log_().div_(COARSE[grid.bits] - 1)
+    for index in range(COARSE[grid.bits]):
+        best.rate(finest * torch.exp(index * ratio), zero)
+    tried = best.tried.clone()
+    for shift in () if symmetric else ZERO_POINT_SHIFTS[grid.bits]:
+        shifted = (zero + shift).clamp_(grid.qmin, grid.qmax)
+        for factor in (0.85, 1.0, 1.18):
+            best.rate(tried * factor, shifted)
+    for round_ in range(1, REFINE + 1):
+        tried = best.tried.clone()
+        for direction in (-1, 1):
+            best.rate(tried * torch.exp(direction * ratio / 3**round_), best.zero)
+    return best.step, best.zero
+
+
+class _Best:
+    """The best candidate so far of each row: the step it was rounded with, the scale that then fits best, the zero."""
+
+    def __init__(self, x: Tensor, grid: Grid, step: Tensor, zero: Tensor):
+        self.x, self.grid = x, grid
+        self.gain = torch.full_like(step, -1.0)
+        self.tried, self.step, self.zero = step.clone(), step.clone(), zero.clone()
+        self._v, self._product = torch.empty_like(x), torch.empty_like(x)
+
+    def rate(self, step: Tensor, zero: Tensor) -> None:
+        """Round with `step` around `zero` and keep, row by row, what is better than before."""
+        v = torch.mul(self.x, step.reciprocal(), out=self._v).round_()
+        torch.clamp(v, self.grid.qmin - zero, self.grid.qmax - zero, out=v)
+        cross = torch.mul(self.x, v, out=self._product).sum(dim=1, keepdim=True)
+        power = torch.mul(v, v, out=self._product).sum(dim=1, keepdim=True).clamp_(min=1e-30)
+        gain = cross * cross / power
+        better = (gain > self.gain) & (cross > 0)
+        self.gain = torch.where(better, gain, self.gain)
+        self.tried = torch.where(better, step, self.tried)
+        self.step = torch.where(better, cross / power, self.step)
+        self.zero = torch.where(better, zero, self.zero)

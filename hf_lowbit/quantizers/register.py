@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 
-from transformers.quantizers import auto
-
 from ..configs.lowbit import QUANT_METHOD, LowBitConfig
 
 
 def register() -> None:
     """Make `quant_method: hf_lowbit` known to `from_pretrained`. Calling it again changes nothing."""
+    # imported here: the import itself fires the hook, which must find this module complete
+    from transformers.quantizers import auto
+
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = LowBitConfig
     # the classes whose load-time wishes (dequantize=True) reach the config of a saved checkpoint
     if LowBitConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
@@ -26,6 +27,8 @@ def register() -> None:
 
 
 def _register_quantizer() -> type:
+    from transformers.quantizers import auto
+
     from .quantizer import LowBitQuantizer
 
     auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = LowBitQuantizer
