@@ -60,8 +60,8 @@ def register_after(loader):
 
 def register():
     """Register hf_lowbit with transformers; whatever goes wrong is a warning."""
-    if any(is_being_imported(name) for name in ("hf_lowbit", "hf_lowbit.quantizers")):
-        # transformers was pulled in by hf_lowbit itself, which registers when it is complete
+    if getattr(getattr(sys.modules.get("hf_lowbit"), "__spec__", None), "_initializing", False):
+        # hf_lowbit is still being imported, and registers when it is complete
         return
     try:
         from hf_lowbit.registration import register as register_with_transformers
@@ -72,11 +72,6 @@ def register():
             f"hf_lowbit is installed but could not be loaded ({type(cause).__name__}: {cause}), so this process will "
             f"not read low-bit checkpoints. `import hf_lowbit` shows where it fails; {SWITCH}=0 leaves it out."
         )
-
-
-def is_being_imported(name):
-    """Is this module half-made, its import still running?"""
-    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
 
 
 def warn(message):

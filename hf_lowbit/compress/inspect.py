@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..configs.lowbit import LowBitConfig
 from ..configs.scheme import BITS, Scheme
 from ..nn.packed import LowBitModule, PackedWeight
-from ..nn.targets import Target, find_targets
+from ..nn.targets import Target, decide
 from .table import megabytes, render_table
 
 
@@ -81,13 +81,7 @@ def inspect(model_or_id: nn.Module | str | os.PathLike, group_size: int | str | 
         OSError: when there is no such model. TypeError: for anything that is neither a model nor a name.
     """
     model, title = _build(model_or_id)
-    request = LowBitConfig(group_size=group_size)
-    try:
-        targets = find_targets(model, request)
-    except ValueError:
-        # nothing convertible is a finding here, not an error
-        targets = []
-    by_parameter = {target.parameter_name: target for target in targets}
+    by_parameter = {target.parameter_name: target for target in decide(model, LowBitConfig(group_size=group_size))}
     facts, seen = [], {}
     for module_name, module in model.named_modules():
         for parameter, tensor in module.named_parameters(recurse=False):
@@ -114,14 +108,15 @@ def _facts(full, module, tensor, target: Target | None, group_size) -> ModuleFac
             return None
         if parameter in module.lowbit:
             packed = module.lowbit[parameter]
-            return ModuleFacts(owner, type(module).__name__, packed.shape, packed.parameters, packed.bytes(), False,
-                               f"already low-bit ({packed.scheme.bits})")  # fmt: skip
+            name, kind = full if packed.experts else owner, type(module).__name__
+            reason = f"already low-bit ({packed.scheme.bits})"
+            return ModuleFacts(name, kind, packed.shape, packed.parameters, packed.bytes(), False, reason)
     size = tensor.numel() * tensor.element_size()
     if target is None:
         kind = type(module).__name__
         return ModuleFacts(full, kind, tuple(tensor.shape), tensor.numel(), size, False, f"no low-bit form in {kind}")
     sizes = {
-        str(bits): PackedWeight(Scheme(bits, group_size), tuple(tensor.shape), target.kind == "conv1d").bytes()
+        str(bits): PackedWeight(Scheme(bits, group_size), tuple(tensor.shape), target.transposed).bytes()
         for bits in BITS
     }
     return ModuleFacts(target.name, target.kind, tuple(tensor.shape), tensor.numel(), size, target.packed is not None,

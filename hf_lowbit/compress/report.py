@@ -16,6 +16,7 @@ from ..functional.dispatch import Problem, choose
 from ..nn.names import first_match
 from ..nn.packed import LowBitModule, PackedWeight
 from ..nn.rules import default_reasons, find_reason, hard_reasons, tied_groups
+from ..nn.targets import candidates, obstacle
 from .table import megabytes, render_table
 
 
@@ -125,32 +126,41 @@ def problem_for(module: LowBitModule, parameter: str, packed: PackedWeight, rows
     scheme, bias = packed.scheme, getattr(module, "bias", None)
     dtype = bias.dtype if isinstance(bias, torch.Tensor) else torch.bfloat16
     return Problem(
-        scheme.bits, scheme.block or 0, scheme.group_size == "tensor", not scheme.symmetric,
-        scheme.activations == "int8", packed.out_features, packed.in_features, rows, dtype, module._parameters[parameter].device.type,
-    )  # fmt: skip
+        scheme.bits,
+        scheme.block or 0,
+        scheme.group_size == "tensor",
+        not scheme.symmetric,
+        scheme.activations == "int8",
+        packed.out_features,
+        packed.in_features,
+        rows,
+        dtype,
+        module._parameters[parameter].device.type,
+    )
 
 
 def _reasons(model: nn.Module):
     default, hard, ties = default_reasons(model), hard_reasons(model), tied_groups(model)
+    forms = {target.parameter_name: target for target in candidates(model)}
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     named = getattr(config, "modules_to_not_convert", None) or []
 
     def why(name: str, module: nn.Module, parameter: str) -> str:
-        if parameter != "weight" and not (
-            module._parameters[parameter].ndim == 3 and "Experts" in type(module).__name__
-        ):
-            return "bias or other vector"
-        skip = first_match(named, name)
+        target = forms.get(f"{name}.{parameter}" if name else parameter)
+        if target is None:
+            vector = parameter != "weight" and module._parameters[parameter].ndim < 2
+            if vector or parameter.endswith("bias"):
+                return "bias or other vector"
+            return f"no low-bit form of {type(module).__name__}"
+        skip = first_match(named, target.name)
         if skip is not None:
             return f"`modules_to_not_convert` names it ({skip!r})"
         reason = find_reason(hard, name) or find_reason(default, name)
-        if reason is None and any(f"{name}.{parameter}" in group for group in ties):
+        if reason is None and any(target.parameter_name in group for group in ties):
             reason = "tied weight"
-        if reason is None and isinstance(module, nn.Embedding):
+        if reason is None and target.kind == "embedding":
             reason = "embeddings are converted only when `modules` names them"
-        if reason is None and not isinstance(module, nn.Linear):
-            reason = f"no low-bit form of {type(module).__name__}"
-        return reason or "not converted"
+        return reason or obstacle(module, target.kind, parameter) or "not converted"
 
     return why
 

@@ -36,10 +36,10 @@ class LowBitConfig(QuantizationConfigMixin):
         calibration: data for calibrated methods; never saved. "rtn" needs none.
         modules: {name or "re:pattern": Scheme or dict} for single modules; overrides the fields above. Naming an
             embedding or the output layer here is how it is asked to be converted too. After conversion it lists every
-            converted module, and that is what is saved. modules_to_not_convert: names or "re:patterns" to leave dense,
-            in addition to what is always left dense (output embeddings, tied weights, task heads, routers, weights
-            that model code reads directly). dequantize: turn a low-bit checkpoint back into dense weights while
-            loading.
+            converted module, and that is what is saved.
+        modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense (output
+            embeddings, tied weights, task heads, routers, weights that model code reads directly).
+        dequantize: turn a low-bit checkpoint back into dense weights while loading.
 
     Names match whole dotted parts anywhere in a module's path: "mlp.gate" matches `model.layers.0.mlp.gate` and
     everything below it, not `mlp.gate_proj`. Patterns after "re:" are searched, anchored at dots. A pattern that
@@ -212,6 +212,8 @@ def _read_shape(name: str, shape) -> tuple[int, ...]:
 def _read_names(names) -> list[str]:
     if names is None:
         return []
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+    valid = isinstance(names, (list, tuple, set, frozenset))
+    if not valid or not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"`modules_to_not_convert`={names!r} must be a list of module names or 're:' patterns.")
-    return list(names)
+    # a set has no order of its own: the same config must always be the same text
+    return sorted(names) if isinstance(names, (set, frozenset)) else list(names)

@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
     """One implementation. `refuse(problem)` returns None to accept or a sentence that says why not.
 
     `run(x, weight, scale, zero_point, bias, problem)` gets x [M, K] (any strides), weight int8 [N, R] contiguous,
-    scale and zero_point [N, G], [N, 1] or [1, 1], bias [N] or None, and returns [M, N] in x's dtype.
+    scale and zero_point [N, G], [N, 1] or [1, 1], bias [N] in x's dtype or None, and returns [M, N] in x's dtype.
     """
 
     name: str

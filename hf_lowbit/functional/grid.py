@@ -13,7 +13,6 @@ group_size does not divide K.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -38,14 +37,15 @@ class Grid:
         return self.qmax - self.qmin
 
 
-@cache
+_GRIDS = {bits: Grid(bits, bits, -(1 << (bits - 1)), (1 << (bits - 1)) - 1) for bits in BITS if bits != TERNARY}
+_GRIDS[TERNARY] = Grid(TERNARY, 2, -1, 1)
+
+
 def grid_of(bits: str | int) -> Grid:
     """The grid for `bits` ("ternary", 2, 3, 4 or 8). Raises ValueError for anything else."""
-    if bits == TERNARY:
-        return Grid(TERNARY, 2, -1, 1)
-    if isinstance(bits, bool) or bits not in BITS:
+    if isinstance(bits, bool) or bits not in _GRIDS:
         raise ValueError(f'`bits`={bits!r} is no grid; use "ternary", 2, 3, 4 or 8.')
-    return Grid(bits, bits, -(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    return _GRIDS[bits]
 
 
 def group_count(in_features: int, group_size: int | None) -> int:

@@ -49,10 +49,21 @@ def linear(
     group_size: int | None = None,
     int8_activations: bool = False,
 ) -> Tensor:
-    """y = x W^T + bias for packed `weight` int8 [1, N, R] or [N, R]; x [..., K] float; returns [..., N] in x's
-    dtype."""
+    """y = x W^T + bias for packed `weight` int8 [1, N, R] or [N, R]; x [..., K] float; returns [..., N] in x's dtype.
+
+    Under autocast x takes autocast's dtype first, as it does in torch's linear.
+    """
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        # float64 is left alone, as torch does; inside, autocast would round what kernels hold in float32
+        x = x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return linear(x, weight, scale, zero_point, bias, bits, in_features, group_size, int8_activations)
     weight = weight.view(weight.shape[-2], weight.shape[-1])
     rows = x.reshape(-1, x.shape[-1])
+    if bias is not None and bias.dtype != x.dtype:
+        # under autocast, and where a model keeps its biases in float32
+        bias = bias.to(x.dtype)
     if type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # nothing to record or trace: skip the operator's dispatch, which costs as much as a small product
         problem = problem_of(rows, weight, scale, zero_point, bits, in_features, group_size or 0, int8_activations)
@@ -107,7 +118,9 @@ def problem_of(
     group_size: int,
     int8_activations: bool,
 ) -> Problem:
-    """Describe a call for `choose`."""
+    """Describe a call for `choose`. Raises ValueError when x has another width than the weight: kernels trust it."""
+    if x.shape[1] != in_features:
+        raise ValueError(f"Expected {in_features} input features. Got {x.shape[1]}.")
     return Problem(
         bits,
         group_size,

@@ -23,16 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grid import TERNARY, Grid, expand_groups
+from .grid import TERNARY, Grid, expand_groups, group_count
 
 
-# the search starts at the finest step worth trying, in units of the group's root mean square, and ends at the step that
-# covers the group; COARSE steps lie between, at equal ratios, and REFINE rounds then narrow the best one
+# the search starts at the finest step worth trying, in units of the group's root mean square, and ends at the step
+# that covers the group; COARSE steps lie between, at equal ratios, and REFINE rounds then narrow the best one
 FINEST = {2: 0.45, 3: 0.25, 4: 0.14, 8: 0.012}
 COARSE = {2: 8, 3: 7, 4: 7, 8: 4}
 REFINE = 2
 # how far the zero point may move from where the group's minimum puts it
 ZERO_POINT_SHIFTS = {2: (-2, -1, 1, 2), 3: (-1, 1), 4: (), 8: ()}
+# a float32 of this size has no bits for a fraction: adding and subtracting it rounds to the nearest integer, ties to
+# even. torch's own `round_` wakes every thread from 2048 elements on, and waits for them
+NO_FRACTION = 1.5 * 2.0**23
 # elements rated at a time: torch runs operations of this size on one thread, and they stay in a core's cache
 CHUNK = 1 << 15
 # scale of a group of zeros: any finite number would do; small, so that a trained code starts small
@@ -71,10 +74,14 @@ def round_to_nearest(
         scale, zero_point = _absmean(x, rows, in_features, group_size), None
     else:
         scale, zero_point = _search(x, largest, grid, symmetric, search)
+    # no product of a scale and a code may overflow float32, in which numbers are formed
+    reach = max(-grid.qmin, grid.qmax) if symmetric else grid.levels
+    scale = scale.clamp(max=torch.finfo(torch.bfloat16).max / reach)
     scale = torch.where((scale > 0) & (largest > 0), scale, ZERO_GROUP_SCALE).to(dtype)
     # a scale that underflows its dtype would make every code infinite
     scale = torch.where(scale > 0, scale, torch.finfo(dtype).tiny)
-    shape = (1, 1) if group_size == "tensor" else (rows, -1)
+    groups = max(1, group_count(in_features, group_size if isinstance(group_size, int) else None))
+    shape = (1, 1) if group_size == "tensor" else (rows, groups)
     scale = scale.reshape(shape)
     zero_point = None if zero_point is None else zero_point.to(torch.int8).reshape(shape)
     return Quantized(to_codes(weight, grid, scale, zero_point, group), scale, zero_point)
@@ -105,7 +112,7 @@ def _absmean(x: Tensor, rows: int, in_features: int, group_size: int | str | Non
     if not isinstance(group_size, int) or group_size >= in_features:
         count = max(x.shape[1], 1)
     else:
-        count = torch.full((x.shape[0] // rows,), group_size, device=x.device)
+        count = torch.full((group_count(in_features, group_size),), group_size, device=x.device)
         count[-1] -= -in_features % group_size
         count = count.repeat(rows).unsqueeze(1)
     return (total / count).to(torch.float32)
@@ -113,25 +120,26 @@ def _absmean(x: Tensor, rows: int, in_features: int, group_size: int | str | Non
 
 def _search(x: Tensor, largest: Tensor, grid: Grid, symmetric: bool, search: bool) -> tuple[Tensor, Tensor | None]:
     """Scale [rows, 1] and, unless symmetric, zero point [rows, 1] of the groups `x` [rows, group]."""
-    scale, zero_point = torch.empty_like(largest), torch.empty_like(largest)
     rows = max(1, CHUNK // max(1, x.shape[1]))
 
-    def search_part(start: int) -> None:
-        part = slice(start, start + rows)
+    def search_part(part: slice) -> tuple[Tensor, Tensor]:
         # in units of the largest magnitude: no over- or underflow in the sums of squares
         unit = torch.where(largest[part] > 0, largest[part], 1.0)
-        step, zero_point[part] = _search_chunk(x[part] / unit, grid, symmetric, search)
-        scale[part] = step * unit
+        step, zero = _search_chunk(x[part] / unit, grid, symmetric, search)
+        return step * unit, zero
 
-    starts = range(0, x.shape[0], rows)
-    threads = min(torch.get_num_threads(), len(starts))
+    parts = [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
+    threads = min(torch.get_num_threads(), len(parts))
     if threads > 1 and x.device.type == "cpu":
         # one thread a chunk, and no barrier inside: torch's own threads would wait for each other in every operation
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(search_part, starts))
+            found = list(pool.map(search_part, parts))
     else:
-        for start in starts:
-            search_part(start)
+        found = [search_part(part) for part in parts]
+    # put together here: the workers are outside of the caller's inference mode, and may not write to its tensors
+    scale, zero_point = torch.empty_like(largest), torch.empty_like(largest)
+    for part, (step, zero) in zip(parts, found, strict=True):
+        scale[part], zero_point[part] = step, zero
     return scale, None if symmetric else zero_point
 
 
@@ -175,8 +183,9 @@ class _Best:
 
     def rate(self, step: Tensor, zero: Tensor) -> None:
         """Round with `step` around `zero` and keep, row by row, what is better than before."""
-        v = torch.mul(self.x, step.reciprocal(), out=self._v).round_()
+        v = torch.mul(self.x, step.reciprocal(), out=self._v)
         torch.clamp(v, self.grid.qmin - zero, self.grid.qmax - zero, out=v)
+        v.add_(NO_FRACTION).sub_(NO_FRACTION)
         cross = torch.mul(self.x, v, out=self._product).sum(dim=1, keepdim=True)
         power = torch.mul(v, v, out=self._product).sum(dim=1, keepdim=True).clamp_(min=1e-30)
         gain = cross * cross / power

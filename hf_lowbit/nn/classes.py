@@ -1,9 +1,9 @@
 """Which low-bit class stands in for a dense class, and back.
 
 A module is converted in place, by changing its class: hooks, attributes, buffers and references to it stay. Plain
-classes map to fixed ones. A subclass that calls `super().forward` (Gemma's scaled embedding) gets a class made on the
+classes map to fixed ones. A subclass that calls `super().forward` (BART's scaled embedding) gets a class made on the
 fly, `LowBit<Name>(<Name>, LowBitEmbedding)`, so that its `super()` reaches ours; such classes pickle by naming their
-dense class.
+dense class. Gemma's would cast its scale to the dtype of the codes: its forward is replaced.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from functools import cache
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .embedding import LowBitEmbedding
+from .embedding import LowBitEmbedding, LowBitScaledEmbedding
 from .experts import LowBitExperts, stack_property
 from .linear import LowBitConv1D, LowBitLinear
 from .packed import LowBitModule
+from .reads import only_scales
 
 
 KINDS = {"linear": (nn.Linear, LowBitLinear), "conv1d": (Conv1D, LowBitConv1D),
@@ -33,7 +34,8 @@ def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...] = ("weight
         plain, lowbit = KINDS[kind]
         if dense_class is plain:
             return lowbit
-        bases, body = (dense_class, lowbit), {}
+        scaled = kind == "embedding" and only_scales(dense_class)
+        bases, body = (LowBitScaledEmbedding, dense_class) if scaled else (dense_class, lowbit), {}
     body |= {"__reduce_ex__": _reduce, "__module__": __name__, "_made_from": (dense_class, kind, names)}
     return type(f"LowBit{dense_class.__name__}", bases, body)
 
@@ -47,7 +49,9 @@ def dense_class(module: LowBitModule) -> type:
 
 
 def _reduce(self, protocol):
-    return _empty, type(self)._made_from, self.__getstate__()
+    # objects have `__getstate__` from Python 3.11 on
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    return _empty, type(self)._made_from, state
 
 
 def _empty(dense: type, kind: str, names: tuple[str, ...]) -> nn.Module:

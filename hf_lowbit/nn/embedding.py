@@ -23,3 +23,10 @@ class LowBitEmbedding(LowBitModule, nn.Embedding):
     def remember_dtype(self, dtype: torch.dtype, device=None) -> None:
         """Output dtype, kept as an empty buffer so that `.to(dtype)` changes it as it does a dense table's."""
         self.register_buffer("output_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+
+
+class LowBitScaledEmbedding(LowBitEmbedding):
+    """For tables whose own forward is `embed_scale` times their parent's, cast to the dtype of the weight (Gemma)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.embed_scale.to(self.output_like.dtype)

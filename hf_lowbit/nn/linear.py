@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -11,12 +10,9 @@ from .packed import LowBitModule
 
 
 def packed_linear(module: LowBitModule, x: Tensor) -> Tensor:
-    """x [..., K] -> [..., N] with the module's packed `weight`; under autocast in autocast's dtype, as torch's
-    linear."""
+    """x [..., K] -> [..., N] with the module's packed `weight`."""
     parameters = module._parameters
     packed = module.lowbit["weight"]
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
     return linear(
         x, parameters["weight"], parameters["weight_scale"], parameters["weight_zero_point"], parameters["bias"],
         packed.scheme.bits, packed.in_features, packed.scheme.block, packed.scheme.activations == "int8",

@@ -122,14 +122,17 @@ class LowBitModule(nn.Module):
         return dense.transpose(-1, -2).contiguous() if packed.transposed else dense
 
     def _apply(self, fn, recurse=True):
-        # `.to(dtype)` and `.half()` convert every floating parameter; scales keep their documented dtype
-        names = [name for name in self.companions() if self._parameters.get(name) is not None]
-        before = {name: self._parameters[name].detach() for name in names}
+        # `.to(dtype)` and `.half()` convert every floating parameter, `.type()` all: ours keep their documented dtypes
+        stored = (p + suffix for p, packed in self.lowbit.items() for suffix in packed.tensors())
+        before = {name: self._parameters[name] for name in stored if self._parameters.get(name) is not None}
+        # a weight that waits to be rounded is still dense, and converts like any other
+        before = {name: t.detach() for name, t in before.items() if name not in self.lowbit or t.dtype == torch.int8}
         super()._apply(fn, recurse)
-        for name, scale in before.items():
+        for name, tensor in before.items():
             after = self._parameters[name]
-            if after.dtype != scale.dtype:
-                self._parameters[name] = nn.Parameter(scale.to(after.device), requires_grad=False)
+            if after.dtype != tensor.dtype:
+                # in place: a tied module holds the same Parameter
+                after.data = tensor.to(after.device)
         return self
 
     def extra_repr(self) -> str:

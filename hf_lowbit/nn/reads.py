@@ -21,6 +21,10 @@ from torch import nn
 # methods that treat weights as parameters and not as numbers; initializers run before packing
 NOT_FORWARD = ("post_init", "tie_weights", "_tie_weights", "load_hook", "_load_from_state_dict", "extra_repr")
 INITIALIZERS = ("init", "reset")
+# classes of torch that hand the weights of their linear layers to one fused function
+TORCH_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# reads its own weight, but only the dtype: there is a low-bit layer for it
+SCALED_FORWARD = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
 # branches that only exist for a simulated tensor-parallel checkpoint layout, off unless the config says otherwise
 LAYOUT_SWITCH = "pretraining_tp"
 
@@ -40,13 +44,20 @@ def reads_own_weight(cls: type, stop: type) -> bool:
     return any("" in _class_reads(c) for c in cls.__mro__[: cls.__mro__.index(stop)])
 
 
+def only_scales(cls: type) -> bool:
+    """Is the forward of this embedding class its parent's times `embed_scale`, and nothing more (the Gemma family)?"""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    return ast.unparse(tree.body[0].body) == SCALED_FORWARD
+
+
 def _reads(cls: type) -> list[str]:
-    if cls.__module__.startswith("torch.nn.") and cls is not nn.MultiheadAttention:
+    if cls.__module__.startswith("torch.nn.") and cls not in TORCH_READERS:
         return []
     classes = [c for c in cls.__mro__ if c.__module__.split(".")[0] not in ("builtins", "abc")]
-    classes = [
-        c for c in classes if not c.__module__.startswith(("torch.", "hf_lowbit")) or c is nn.MultiheadAttention
-    ]
+    classes = [c for c in classes if not c.__module__.startswith(("torch.", "hf_lowbit")) or c in TORCH_READERS]
     overridden: set[str] = set()
     paths: list[str] = []
     for c in classes:

@@ -70,6 +70,18 @@ def tied_groups(model: nn.Module) -> list[set[str]]:
     return groups
 
 
+def between_modules(model: nn.Module, groups: list[set[str]]) -> list[set[str]]:
+    """The tied groups without second names: a module that is registered twice is one, and not tied to another."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(m), name) for name, m in model.named_modules(remove_duplicate=False)}
+
+    def canonical(parameter: str) -> str:
+        owner, dot, leaf = parameter.rpartition(".")
+        return f"{names.get(owner, owner)}{dot}{leaf}"
+
+    return [group for group in ({canonical(name) for name in group} for group in groups) if len(group) > 1]
+
+
 def find_reason(reasons: dict[str, str], name: str) -> str | None:
     """The reason recorded for `name` or the nearest of its parents."""
     parts = name.split(".")

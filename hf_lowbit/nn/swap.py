@@ -28,10 +28,13 @@ def prepare(targets: Iterable[Target], load_packed: bool, device: torch.device |
             install(module, target.parameter, target.packed, None, device)
             if not load_packed:
                 module._parameters[target.parameter] = dense
+            for suffix in target.packed.tensors():
+                if suffix or load_packed:
+                    # transformers draws random numbers for what it takes to be missing. Marked one by one and not as a
+                    # module: a bias, or a dense weight still to be rounded, that really is missing has to be drawn
+                    module._parameters[target.parameter + suffix]._is_hf_initialized = True
         if group[0].kind == "embedding":
             module.remember_dtype(dtype, device)
-        # transformers would draw random numbers for what it takes to be missing floats
-        module._is_hf_initialized = True
 
 
 def convert(targets: list[Target]) -> None:
@@ -73,7 +76,11 @@ def check_finite(targets: Iterable[Target]) -> None:
     bad = []
     for target in targets:
         weight = target.module._parameters[target.parameter]
-        if weight.device.type != "meta" and not bool(torch.isfinite(weight.detach().sum(dtype=torch.float64))):
+        if weight.device.type == "meta":
+            continue
+        # without a copy; in float32, since rounding works in it and float64 reaches further
+        extremes = torch.stack(torch.aminmax(weight.detach())).to(torch.float32)
+        if not bool(torch.isfinite(extremes).all()):
             bad.append(target.name)
     if bad:
         raise ValueError(

@@ -3,6 +3,7 @@ starts."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from ..configs.scheme import Scheme
 from .names import first_match
 from .packed import LowBitModule, PackedWeight
-from .reads import reads_own_weight
-from .rules import default_reasons, find_reason, hard_reasons, tied_groups
+from .reads import only_scales, reads_own_weight
+from .rules import between_modules, default_reasons, find_reason, hard_reasons, tied_groups
 
 
 class Request(Protocol):
@@ -49,12 +50,21 @@ class Target:
 
 
 def find_targets(model: nn.Module, request: Request) -> list[Target]:
+    """`decide` for a model that is going to be converted: ValueError, too, when nothing would be."""
+    targets = decide(model, request)
+    if not any(target.packed for target in targets):
+        raise ValueError(_nothing_message(model, targets))
+    return targets
+
+
+def decide(model: nn.Module, request: Request) -> list[Target]:
     """Decide for every weight a low-bit layer exists for.
 
-    Raises ValueError when a pattern of the config matches nothing, when a module is asked for that can't be converted
-    (all of them named), and when nothing would be converted.
+    Raises ValueError when a pattern of the config matches nothing, and when a module is asked for that can't be
+    converted (all of them named).
     """
-    default, hard, ties = default_reasons(model), hard_reasons(model), tied_groups(model)
+    default, hard = default_reasons(model), hard_reasons(model)
+    ties = between_modules(model, tied_groups(model))
     used: set[str] = set()
     targets, refused = list(candidates(model)), []
     for target in targets:
@@ -80,9 +90,7 @@ def find_targets(model: nn.Module, request: Request) -> list[Target]:
     if refused:
         raise ValueError("`modules` names what can't be converted: " + "; ".join(refused) + ". Remove these entries.")
     _share_ties(targets, ties)
-    _check_used(model, request, used)
-    if not any(target.packed for target in targets):
-        raise ValueError(_nothing_message(model, targets))
+    _check_used(model, request, targets, used)
     return targets
 
 
@@ -98,6 +106,8 @@ def obstacle(module: nn.Module, kind: str, parameter: str) -> str | None:
     if module._parameters[parameter].numel() == 0:
         return "its weight is empty"
     plain = {"linear": nn.Linear, "conv1d": Conv1D, "embedding": nn.Embedding}.get(kind)
+    if kind == "embedding" and only_scales(cls):
+        plain = None
     if plain is not None and cls is not plain and cls.forward is not plain.forward and reads_own_weight(cls, plain):
         return f"{cls.__name__} has a forward of its own"
     if kind == "embedding" and (module.max_norm is not None or module.sparse):
@@ -171,7 +181,7 @@ def _share_ties(targets: list[Target], ties: list[set[str]]) -> None:
             member.reason = "converted"
 
 
-def _check_used(model: nn.Module, request: Request, used: set[str]) -> None:
+def _check_used(model: nn.Module, request: Request, targets: list[Target], used: set[str]) -> None:
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     for field in ("modules", "modules_to_not_convert"):
         for pattern in getattr(request, field):
@@ -183,10 +193,19 @@ def _check_used(model: nn.Module, request: Request, used: set[str]) -> None:
                     f"`{field}` has {pattern!r}, which matches no module of {type(model).__name__}. Names match whole "
                     'dotted parts ("mlp.gate" is not "mlp.gate_proj"); print(model) lists them.'
                 )
-            if field == "modules" and not any(first_match([p], hit) for p in used):
+            if field != "modules":
+                continue
+            matched = next((target.name for target in targets if first_match([pattern], target.name)), None)
+            if matched is None:
                 raise ValueError(
                     f"`modules` has {pattern!r}, which matches `{hit}` but no weight that can be low-bit."
                 )
+            earlier = first_match(request.modules, matched)
+            warnings.warn(
+                f"`modules` has {pattern!r}, but entries before it, such as {earlier!r}, already decide for all it "
+                "matches; put it first.",
+                stacklevel=2,
+            )
 
 
 def _nothing_message(model: nn.Module, targets: list[Target]) -> str:

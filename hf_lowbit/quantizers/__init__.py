@@ -5,6 +5,3 @@ from .register import register
 
 
 __all__ = ["register"]
-
-# an import that starts here pulls transformers' registry in while this package is half-made: too early for the hook
-register()

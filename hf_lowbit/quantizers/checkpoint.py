@@ -6,6 +6,7 @@ A file that is truncated, tampered with or from another model must stop with a s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,8 @@ from ..nn.targets import Target, candidates, obstacle
 DTYPE_NAMES = {torch.int8: "I8", torch.float32: "F32", torch.bfloat16: "BF16"}
 # problems listed in one message
 SHOWN = 6
+# share of a model's parameters that a checkpoint may leave to be drawn
+MOST_LACKING = 0.5
 
 
 def recorded_targets(model: nn.Module, config: LowBitConfig) -> list[Target]:
@@ -58,35 +61,47 @@ def recorded_targets(model: nn.Module, config: LowBitConfig) -> list[Target]:
 
 
 def check_stored(model: nn.Module, targets: list[Target], files: list[str] | None) -> None:
-    """Compare the headers of the safetensors files with what the targets need. Raises ValueError with every
-    difference."""
-    files = [file for file in files or [] if str(file).endswith(".safetensors")]
-    if not files:
-        return
+    """Compare the checkpoint's files with what the targets need. Raises ValueError with every difference."""
     stored: dict[str, tuple[tuple[int, ...], str]] = {}
-    for file in files:
+    for file in files or []:
         try:
-            with safe_open(file, framework="pt") as handle:
-                for key in handle.keys():
-                    part = handle.get_slice(key)
-                    stored[key] = (tuple(part.get_shape()), str(part.get_dtype()))
-        except (SafetensorError, OSError) as error:
+            stored |= _headers(str(file))
+        except FileNotFoundError:
+            raise ValueError(f"`{file}` is missing, though the checkpoint's index names it; fetch it again.") from None
+        except (SafetensorError, OSError, EOFError, RuntimeError, UnpicklingError) as error:
             raise ValueError(
                 f"`{file}` can't be read: {error}. The file is truncated or damaged; fetch it again."
             ) from None
+    if not stored:
+        return
     tied = {name: group for group in tied_groups(model) for name in group}
+
+    def find(name: str, suffix: str = "") -> tuple[tuple[int, ...], str] | None:
+        # a tied tensor is stored once, under any of its names
+        names = [name, *sorted(tied.get(name, set()) - {name})]
+        spellings = (spelling for n in names for spelling in _spellings(n + suffix, model))
+        return next((stored[n] for n in spellings if n in stored), None)
+
     problems = []
     for target in targets:
         for suffix, (shape, dtype) in target.packed.tensors().items():
-            name = target.parameter_name + suffix
-            found = next((stored[n] for n in _spellings(name, model) if n in stored), None)
+            name, found = target.parameter_name + suffix, find(target.parameter_name, suffix)
             if found is None:
-                partners = tied.get(target.parameter_name, set()) - {target.parameter_name}
-                if not any(n in stored for p in partners for n in _spellings(p + suffix, model)):
-                    problems.append(f"`{name}` is missing")
+                problems.append(f"`{name}` is missing")
             elif found != (shape, DTYPE_NAMES[dtype]):
                 problems.append(f"`{name}` is {found[1]} {found[0]}, expected {DTYPE_NAMES[dtype]} {shape}")
     _raise("the checkpoint's tensors do not fit its config", problems)
+    lowbit = {target.parameter_name for target in targets}
+    dense = {name: parameter for name, parameter in model.named_parameters() if name not in lowbit}
+    lacking = [n for n, p in dense.items() if (find(n) or (None,))[0] != tuple(p.shape)]
+    lacks = sum(dense[name].numel() for name in lacking)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    # a new head or pooler is drawn anew, as transformers does for dense models; a claim of a larger model is no such thing
+    if lacks > MOST_LACKING * total:
+        raise ValueError(
+            f"the checkpoint's config describes a model of {total:,} parameters, of which the checkpoint lacks {lacks:,} "
+            f"(`{lacking[0]}` and others). Config and weights belong to different models."
+        )
 
 
 def check_loaded(targets: Iterable[Target]) -> None:
@@ -106,6 +121,16 @@ def check_loaded(targets: Iterable[Target]) -> None:
         if zero_point is not None and bool(((zero_point < grid.qmin) | (zero_point > grid.qmax)).any()):
             problems.append(f"`{target.name}` has zero points outside [{grid.qmin}, {grid.qmax}]")
     _raise("the checkpoint holds damaged numbers", problems)
+
+
+def _headers(file: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor in a file, without reading their numbers."""
+    if not file.endswith(".safetensors"):
+        tensors = torch.load(file, map_location="meta", weights_only=True)
+        return {key: (tuple(t.shape), DTYPE_NAMES.get(t.dtype, str(t.dtype))) for key, t in tensors.items()}
+    with safe_open(file, framework="pt") as handle:
+        slices = {key: handle.get_slice(key) for key in handle.keys()}
+        return {key: (tuple(part.get_shape()), str(part.get_dtype())) for key, part in slices.items()}
 
 
 def _spellings(name: str, model: nn.Module) -> list[str]:

@@ -24,6 +24,17 @@ from .checkpoint import check_loaded, check_stored, recorded_targets
 from .resize import install_resize
 
 
+def refuse_parallel(distributed) -> None:
+    """Raise ValueError when `from_pretrained` was asked to shard the model over processes."""
+    for field in ("tp_size", "ep_size", "fsdp_size"):
+        size = getattr(distributed, field, None) or 1
+        if size > 1:
+            raise ValueError(
+                f"`{field}`={size}: low-bit weights can't be sharded over processes while loading. Load without "
+                "`tp_plan` or `distributed_config`; `device_map` spreads whole layers over devices."
+            )
+
+
 class QuantizeOp(ConversionOps):
     """transformers' load operation that rounds and packs the tensors of one parameter as they arrive."""
 
@@ -97,6 +108,7 @@ class LowBitQuantizer(HfQuantizer):
         return None
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        refuse_parallel(getattr(model.config, "distributed_config", None))
         if self.pre_quantized:
             targets = recorded_targets(model, self.quantization_config)
             check_stored(model, targets, checkpoint_files)
@@ -179,8 +191,9 @@ class LowBitQuantizer(HfQuantizer):
         """Scales and zero points of a shared table are tied as its codes are."""
         tied = getattr(model, "all_tied_weights_keys", None)
         for target_name, source in list((tied or {}).items()):
-            target = targets.get(target_name)
-            if target is not None and source in targets:
+            # a module that is registered twice is a target under one of its names only
+            target = targets.get(target_name, targets.get(source))
+            if target is not None:
                 for suffix in target.packed.tensors():
                     tied[target_name + suffix] = source + suffix
 

@@ -1,0 +1,59 @@
+# make setup    the active virtual environment, or a new .venv, with torch, hf_lowbit in editable mode, and what tests need
+# make test     the test suite, after setup and the download of the models it reads
+# make check    ruff and the architecture tests: seconds
+# make slow     the tests that take minutes
+# make compat   the quantizer tests on the oldest supported transformers
+# make wheel    build the wheel and prove it in fresh virtual environments
+# make bench    the benchmark tables of benchmarks/
+# make format   let ruff rewrite the code
+#
+# PYTHON chooses the interpreter for .venv, TORCH the torch build (TORCH='torch==2.13.0 --index-url ...'), PYTEST_FLAGS
+# adds to pytest's command line. A torch that is already there is left alone.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_FLAGS ?=
+
+VENV := $(or $(VIRTUAL_ENV),.venv)
+PY := $(VENV)/bin/python
+# named after this checkout, so that two checkouts that share an environment both install themselves
+STAMP := $(VENV)/hf_lowbit$(subst /,-,$(CURDIR)).stamp
+
+.PHONY: setup assets test check slow compat wheel bench format
+
+setup: $(STAMP)
+
+# torch comes first and alone, so that no later requirement chooses a build of it
+$(STAMP): pyproject.toml hatch_build.py _hf_lowbit_autoload.py hf_lowbit_autoload.pth $(wildcard hf_lowbit/csrc/*)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)" || $(PY) -m pip install $(TORCH)
+	$(PY) -m pip install -e '.[test,dev]'
+	@touch $@
+
+# without a network the tests that need a model are skipped, and say so
+assets: $(STAMP)
+	-@$(PY) scripts/fetch_assets.py
+
+test: assets
+	@$(PY) -m pytest $(PYTEST_FLAGS)
+
+slow: assets
+	@$(PY) -m pytest -m slow $(PYTEST_FLAGS)
+
+check: $(STAMP)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m pytest -q tests/house/test_architecture.py
+
+compat: $(STAMP)
+	bash scripts/compat.sh $(PY)
+
+wheel: $(STAMP)
+	bash scripts/check_wheel.sh $(PY)
+
+bench: assets
+	$(PY) -m benchmarks
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format

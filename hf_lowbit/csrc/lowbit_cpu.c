@@ -1,0 +1,63 @@
+/* Products with packed low-bit weights on a CPU. Plain C11; compile this file alone:
+ *
+ *     cc -O3 -std=c11 -fPIC -shared -fopenmp lowbit_cpu.c -o _lowbit_cpu.so
+ *
+ * (-fopenmp may be left out.) The weights are read as they lie in the checkpoint, row by row; nothing is repacked. Every
+ * tier is compiled in, and the caller names one among those that `lowbit_features` allows.
+ *
+ * Nothing is global except what the processor can do. Scratch memory belongs to a call, so calls may run concurrently.
+ */
+#define _GNU_SOURCE
+#include "processor.h"
+#include "parallel.h"
+#include "portable.h"
+#include "problem.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* functions between TARGET(...) and TARGET_END use the instructions of one tier, whatever the rest is compiled for */
+#define PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define TARGET_END PRAGMA(clang attribute pop)
+#else
+#define TARGET(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
+#define TARGET_END PRAGMA(GCC pop_options)
+#endif
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include "vectors.h"
+#endif
+
+enum { TIER_PORTABLE = 0, TIER_AVX2 = 1, TIER_AVXVNNI = 2, TIER_AVX512 = 3 };
+
+/* raised whenever the arguments of an exported function change: a stale build is then refused, not called */
+EXPORT int lowbit_abi(void) { return 1; }
+
+/* two threads that ask first at once find the same answer */
+EXPORT int lowbit_features(void) {
+    static volatile int features = -1;
+    if (features < 0) features = detect_features();
+    return features;
+}
+
+/* y = x W^T + bias; 0, or -1 when there is no memory, or -2 for a tier that this processor lacks */
+EXPORT int lowbit_linear(const struct lowbit_problem *p, int64_t tier, int64_t threads, int64_t m, const void *x,
+                         int64_t x_stride, const void *weight, const void *scale, const void *zero, const void *bias,
+                         int64_t bias_type, void *y) {
+    struct lowbit_call call = {p, m, x_stride, x, weight, scale, zero, bias, bias_type, y, (int)threads};
+    if (m == 0 || p->rows == 0) return 0;
+    /* below this much work, waking a thread costs more than it gives */
+    if (p->rows * p->row_bytes * (m + 7) < 8 * 262144) call.threads = 1;
+    /* groups whose scales are float32 are in no checkpoint: the vector units read bfloat16 */
+    if (tier == TIER_PORTABLE || (p->grouped && p->scale_type != TYPE_BF16)) return portable_linear(&call);
+#if defined(__x86_64__)
+    int features = lowbit_features();
+    if (tier == TIER_AVX512 && (features & FEATURE_AVX512_BF16)) return linear_avx512_bf16(&call);
+    if (tier == TIER_AVX512 && (features & FEATURE_AVX512)) return linear_avx512(&call);
+    if (tier == TIER_AVXVNNI && (features & FEATURE_AVX_VNNI)) return linear_avxvnni(&call);
+    if (tier == TIER_AVX2 && (features & FEATURE_AVX2)) return linear_avx2(&call);
+#endif
+    return -2;
+}

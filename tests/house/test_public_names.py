@@ -1,0 +1,98 @@
+"""The public names are those of the design, each exists and says what it does, and importing them has no surprises."""
+
+import inspect
+
+import pytest
+
+import hf_lowbit as lb
+
+
+# the whole public API as it is designed; names join `__all__` when they work
+DESIGNED = {
+    "BlastCallback",
+    "BlastConfig",
+    "DQTCallback",
+    "DQTConfig",
+    "DQTOptimizer",
+    "LAMB",
+    "LARS",
+    "LowBitConfig",
+    "MLPerfCallback",
+    "Scheme",
+    "codes",
+    "compress",
+    "export",
+    "freeze",
+    "inspect",
+    "prepare_model_for_lowbit_training",
+    "push_to_hub",
+    "quantize",
+    "report",
+}
+# what works today; a name that goes missing is a broken promise, so the list is written down
+PROMISED = {"LowBitConfig", "Scheme", "codes", "inspect", "push_to_hub", "quantize", "report"}
+
+# the argument names and their order are fixed: users pass them by position and by keyword
+FIRST_PARAMETERS = {
+    "LowBitConfig": [
+        "bits",
+        "group_size",
+        "symmetric",
+        "activations",
+        "method",
+        "budget",
+        "calibration",
+        "modules",
+        "modules_to_not_convert",
+    ],
+    "Scheme": ["bits", "group_size", "symmetric", "activations"],
+    "codes": ["module"],
+    "inspect": ["model_or_id"],
+    "push_to_hub": ["model", "repo_id", "tokenizer", "report"],
+    "quantize": ["model", "config"],
+    "report": ["model"],
+}
+
+
+def test_all_holds_designed_names_only():
+    assert set(lb.__all__) <= DESIGNED
+
+
+def test_all_keeps_what_was_promised():
+    assert PROMISED <= set(lb.__all__)
+
+
+def test_all_has_no_duplicates():
+    assert len(lb.__all__) == len(set(lb.__all__))
+
+
+def test_dir_shows_every_public_name():
+    assert set(lb.__all__) <= set(dir(lb))
+
+
+@pytest.mark.parametrize("name", sorted(lb.__all__))
+def test_name_is_documented(name):
+    """A sentence at least: the docstring of the object itself, not one that it inherits."""
+    value = getattr(lb, name)
+    text = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    # a dataclass without a docstring gets its signature for one
+    assert text and not text.startswith(f"{name}("), f"hf_lowbit.{name} has no docstring"
+    assert len(text.split()) >= 5 and "." in text, f"the docstring of hf_lowbit.{name} is no sentence"
+
+
+@pytest.mark.parametrize("name", sorted(FIRST_PARAMETERS))
+def test_signature_is_the_designed_one(name):
+    parameters = list(inspect.signature(getattr(lb, name)).parameters)
+    assert parameters[: len(FIRST_PARAMETERS[name])] == FIRST_PARAMETERS[name]
+
+
+def test_star_import_gives_exactly_the_public_names():
+    namespace = {}
+    exec("from hf_lowbit import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(lb.__all__)
+
+
+def test_version_is_a_version():
+    from packaging.version import Version
+
+    assert Version(lb.__version__) >= Version("0.1.0")
