@@ -82,7 +82,7 @@ def report(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch module, got {type(model).__name__}.")
-    why_dense = _reasons(model)
+    why_dense, dtype = _reasons(model), _compute_dtype(model)
     modules, seen = [], set()
     for name, module in model.named_modules():
         lowbit = module.lowbit if isinstance(module, LowBitModule) else {}
@@ -93,7 +93,7 @@ def report(model: nn.Module) -> Report:
             seen.add(id(tensor))
             full = f"{name}.{parameter}" if name else parameter
             if parameter in lowbit:
-                modules.append(_lowbit_row(full, module, parameter, lowbit[parameter]))
+                modules.append(_lowbit_row(full, module, parameter, lowbit[parameter], dtype))
             else:
                 size = tensor.numel() * tensor.element_size()
                 reason = why_dense(name, module, parameter)
@@ -108,23 +108,23 @@ def report(model: nn.Module) -> Report:
                   8 * low_bytes / low_parameters if low_parameters else 0.0)  # fmt: skip
 
 
-def _lowbit_row(full: str, module: LowBitModule, parameter: str, packed: PackedWeight) -> ModuleReport:
+def _lowbit_row(
+    full: str, module: LowBitModule, parameter: str, packed: PackedWeight, dtype: torch.dtype
+) -> ModuleReport:
     tensors = [module._parameters[parameter + suffix] for suffix in packed.tensors()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if hasattr(module, "output_like"):
         kernel, reason = "lookup", "rows are unpacked when they are looked up"
     else:
-        choice = choose(problem_for(module, parameter, packed, rows=1))
+        choice = choose(problem_for(module, parameter, packed, 1, dtype))
         kernel, reason = choice.kernel.name, choice.reason
     return ModuleReport(full, type(module).__name__, packed.shape, packed.scheme, packed.parameters, size,
                         8 * size / max(packed.parameters, 1), kernel, reason)  # fmt: skip
 
 
-def problem_for(module: LowBitModule, parameter: str, packed: PackedWeight, rows: int) -> Problem:
-    """The product a module's packed weight takes part in, for `rows` tokens in the dtype of its bias or of
-    bfloat16."""
-    scheme, bias = packed.scheme, getattr(module, "bias", None)
-    dtype = bias.dtype if isinstance(bias, torch.Tensor) else torch.bfloat16
+def problem_for(module: LowBitModule, parameter: str, packed: PackedWeight, rows: int, dtype: torch.dtype) -> Problem:
+    """The product a module's packed weight takes part in, for `rows` tokens of `dtype`."""
+    scheme = packed.scheme
     return Problem(
         scheme.bits,
         scheme.block or 0,
@@ -137,6 +137,18 @@ def problem_for(module: LowBitModule, parameter: str, packed: PackedWeight, rows
         dtype,
         module._parameters[parameter].device.type,
     )
+
+
+def _compute_dtype(model: nn.Module) -> torch.dtype:
+    """Dtype of the first dense floating parameter, or of what a low-bit table gives: activations have it too."""
+    for module in model.modules():
+        ours = {*module.lowbit, *module.companions()} if isinstance(module, LowBitModule) else ()
+        if hasattr(module, "output_like"):
+            return module.output_like.dtype
+        for name, parameter in module.named_parameters(recurse=False):
+            if name not in ours and parameter.is_floating_point():
+                return parameter.dtype
+    return torch.get_default_dtype()
 
 
 def _reasons(model: nn.Module):

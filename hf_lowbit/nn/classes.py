@@ -25,7 +25,7 @@ KINDS = {"linear": (nn.Linear, LowBitLinear), "conv1d": (Conv1D, LowBitConv1D),
 
 
 @cache
-def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...] = ("weight",)) -> type:
+def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...]) -> type:
     """The low-bit class for `dense_class`. `names` are the packed parameters (more than one for experts)."""
     if kind == "experts":
         bases: tuple[type, ...] = (LowBitExperts, dense_class)

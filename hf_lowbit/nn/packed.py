@@ -82,6 +82,8 @@ def quantize_weight(weight: Tensor, packed: PackedWeight) -> dict[str, Tensor]:
 
     Experts are rounded one after the other, so that the float32 working copy is that of one expert.
     """
+    if tuple(weight.shape) != packed.shape:
+        raise ValueError(f"the weight has shape {tuple(weight.shape)}, the model's is {packed.shape}")
     weight = weight.detach()
     oriented = weight.transpose(-1, -2) if packed.transposed else weight
     matrices = oriented if packed.experts else oriented.unsqueeze(0)

@@ -90,18 +90,31 @@ def check_stored(model: nn.Module, targets: list[Target], files: list[str] | Non
                 problems.append(f"`{name}` is missing")
             elif found != (shape, DTYPE_NAMES[dtype]):
                 problems.append(f"`{name}` is {found[1]} {found[0]}, expected {DTYPE_NAMES[dtype]} {shape}")
-    _raise("the checkpoint's tensors do not fit its config", problems)
     lowbit = {target.parameter_name for target in targets}
     dense = {name: parameter for name, parameter in model.named_parameters() if name not in lowbit}
+    unlisted = [name for name in dense if (find(name) or ((), ""))[1] == DTYPE_NAMES[torch.int8]]
+    problems += [f"`{name}` holds codes, but `modules` does not list it" for name in unlisted]
+    _raise("the checkpoint's tensors do not fit its config", problems)
     lacking = [n for n, p in dense.items() if (find(n) or (None,))[0] != tuple(p.shape)]
     lacks = sum(dense[name].numel() for name in lacking)
     total = sum(parameter.numel() for parameter in model.parameters())
-    # a new head or pooler is drawn anew, as transformers does for dense models; a claim of a larger model is no such thing
+    # a new head or pooler is drawn anew, as transformers does for dense models; that is not what this is
     if lacks > MOST_LACKING * total:
         raise ValueError(
-            f"the checkpoint's config describes a model of {total:,} parameters, of which the checkpoint lacks {lacks:,} "
-            f"(`{lacking[0]}` and others). Config and weights belong to different models."
+            f"the checkpoint's config describes a model of {total:,} parameters, of which the checkpoint lacks "
+            f"{lacks:,} (`{lacking[0]}` and others). Config and weights belong to different models."
         )
+
+
+def check_shapes(model: nn.Module, expected: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError when a dense tensor came in another shape than the model gave it.
+
+    transformers 5.16 puts such tensors in place as they are, once a quantizer is present.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if name in expected}
+    wrong = [name for name, shape in shapes.items() if shape != expected[name]]
+    problems = [f"`{name}` is {shapes[name]}, the model's is {expected[name]}" for name in wrong]
+    _raise("the checkpoint's tensors do not fit the model", problems)
 
 
 def check_loaded(targets: Iterable[Target]) -> None:

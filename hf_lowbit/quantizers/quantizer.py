@@ -20,7 +20,7 @@ from ..nn.packed import LowBitModule
 from ..nn.swap import flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
 from .accounting import install_accounting
-from .checkpoint import check_loaded, check_stored, recorded_targets
+from .checkpoint import check_loaded, check_shapes, check_stored, recorded_targets
 from .resize import install_resize
 
 
@@ -66,6 +66,7 @@ class LowBitQuantizer(HfQuantizer):
         install_accounting()
         install_resize()
         self._targets: dict[str, Target] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         conflict = self.quantization_config.conflict()
         if self.pre_quantized and conflict is not None:
             raise ValueError(f"`quantization_config`: {conflict}")
@@ -117,13 +118,15 @@ class LowBitQuantizer(HfQuantizer):
         self._targets = {target.parameter_name: target for target in targets}
         prepare(targets, load_packed=self.pre_quantized, device="meta")
         self._tie_companions(model, self._targets)
+        self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in self._targets}
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        check_shapes(model, self._shapes)
         for target in self._targets.values():
             self._finish(target)
         check_loaded(self._targets.values())
-        self._targets = {}
+        self._targets, self._shapes = {}, {}
         self.record(model)
         # saved under the module's own names, so that Trainer's resume finds every tensor again
         model._weight_conversions = []
@@ -153,7 +156,8 @@ class LowBitQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, LowBitModule):
                 for parameter, packed in module.lowbit.items():
-                    key = name if parameter == "weight" else f"{name}.{parameter}"
+                    # fused experts are listed by parameter, whatever its name
+                    key = f"{name}.{parameter}" if packed.experts else name
                     found[key.removeprefix(".")] = packed
         self.quantization_config.modules = {key: packed.scheme for key, packed in found.items()}
         self.quantization_config.shapes = {key: packed.shape for key, packed in found.items()}

@@ -13,16 +13,20 @@ from hf_lowbit.functional.rounding import round_to_nearest
 # both searched and covering step are rounded to bfloat16 (unit roundoff 2^-8) after they were rated, and each moves
 # the dequantized group by that share of its length: at most the group's own for the searched one, twice for the other
 BF16_SLACK = 2.0**-8 * 3
-# float32 scales, and sums of a few dozen squares
+# candidates are rated by a float32 number near the weight's squared length, which can't tell apart squared errors that
+# differ by less than a few of its last bits
+RATING_SLACK = 4 * 2.0**-23
+# float32 arithmetic on single numbers
 FLOAT32_SLACK = 1e-5
 
 
 def error(weight, bits, group_size, symmetric, search):
-    """Euclidean length of what rounding loses, in units of the weight's length."""
+    """Length of what rounding loses, in units of the weight's; squares are weighted by magnitude, as the search does."""
     q = round_to_nearest(weight, grid_of(bits), group_size, symmetric, search)
     block = group_size if isinstance(group_size, int) else None
-    lost = dequantize(q.codes, q.scale, q.zero_point, block).double() - weight.double()
-    return float(lost.norm() / weight.double().norm())
+    w = weight.double()
+    lost = dequantize(q.codes, q.scale, q.zero_point, block).double() - w
+    return float(((lost**2 * w.abs()).sum() / (w.abs() ** 3).sum()).sqrt())
 
 
 @st.composite
@@ -47,7 +51,7 @@ def awkward_weights(draw):
 @given(awkward_weights(), st.sampled_from([2, 3, 4, 8]), st.booleans(), st.sampled_from([None, "tensor"]))
 def test_search_never_loses_more_than_covering(weight, bits, symmetric, group_size):
     searched = error(weight, bits, group_size, symmetric, search=True)
-    assert searched <= error(weight, bits, group_size, symmetric, search=False) + FLOAT32_SLACK
+    assert searched**2 <= error(weight, bits, group_size, symmetric, search=False) ** 2 + RATING_SLACK
 
 
 @given(awkward_weights(), st.sampled_from([2, 3, 4]), st.booleans())
@@ -67,15 +71,15 @@ def test_eight_bits_lose_nothing_by_the_search(symmetric):
 @pytest.mark.parametrize(
     ("bits", "symmetric", "group_size", "ratio"),
     [
-        # largest share of the covering step's squared error that may remain on Gaussian weights
+        # largest share of the covering step's weighted squared error that may remain on Gaussian weights
         pytest.param(2, True, 64, 0.35, id="2-bits-groups"),
         pytest.param(2, True, None, 0.3, id="2-bits-channel"),
-        pytest.param(2, False, 64, 0.65, id="2-bits-zero-points-groups"),
-        pytest.param(2, False, None, 0.5, id="2-bits-zero-points-channel"),
-        pytest.param(3, True, 64, 0.65, id="3-bits-groups"),
-        pytest.param(3, True, None, 0.5, id="3-bits-channel"),
-        pytest.param(3, False, 64, 0.9, id="3-bits-zero-points-groups"),
-        pytest.param(3, False, None, 0.75, id="3-bits-zero-points-channel"),
+        pytest.param(2, False, 64, 0.75, id="2-bits-zero-points-groups"),
+        pytest.param(2, False, None, 0.62, id="2-bits-zero-points-channel"),
+        pytest.param(3, True, 64, 0.75, id="3-bits-groups"),
+        pytest.param(3, True, None, 0.65, id="3-bits-channel"),
+        pytest.param(3, False, 64, 0.92, id="3-bits-zero-points-groups"),
+        pytest.param(3, False, None, 0.87, id="3-bits-zero-points-channel"),
     ],
 )
 def test_search_pays_at_low_bits(bits, symmetric, group_size, ratio):
@@ -95,15 +99,16 @@ def test_search_finds_what_a_fine_sweep_finds(bits):
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(1))
     grid = grid_of(bits)
     w = weight.double().numpy()
+    m = np.abs(w)
     best = np.full(8, np.inf)
     for fraction in np.linspace(0.05, 1.1, 400):
         step = fraction * np.abs(w).max(axis=1, keepdims=True) / grid.qmax
         codes = np.clip(np.rint(w / step), grid.qmin, grid.qmax)
-        scale = (w * codes).sum(axis=1, keepdims=True) / (codes**2).sum(axis=1, keepdims=True)
+        scale = (m * w * codes).sum(axis=1, keepdims=True) / (m * codes**2).sum(axis=1, keepdims=True)
         codes = np.clip(np.rint(w / scale), grid.qmin, grid.qmax)
-        best = np.minimum(best, ((w - scale * codes) ** 2).sum(axis=1))
+        best = np.minimum(best, (m * (w - scale * codes) ** 2).sum(axis=1))
     q = round_to_nearest(weight, grid, None, symmetric=True)
-    found = ((w - dequantize(q.codes, q.scale).double().numpy()) ** 2).sum(axis=1)
+    found = (m * (w - dequantize(q.codes, q.scale).double().numpy()) ** 2).sum(axis=1)
     assert found.sum() <= (1 + SWEEP_SLACK) * best.sum()
 
 
