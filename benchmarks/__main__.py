@@ -1,0 +1,31 @@
+"""`python -m benchmarks` (or `make bench`): every benchmark, one after the other, each in its own process.
+
+Each one says first what it will cost, continues where it stopped, and stops after 20 minutes at most; run this again
+until nothing is left. Arguments are the names of those to run; all when left out.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+FOLDER = Path(__file__).parent
+NAMES = ("linear", "generate", "quality")
+
+
+def run(names: list[str]) -> int:
+    if unknown := sorted(set(names) - set(NAMES)):
+        print(f"unknown benchmark {unknown[0]!r}; known: {', '.join(NAMES)}.")
+        return 2
+    failed = []
+    for name in names or NAMES:
+        print(f"\n== {name}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=FOLDER.parent).returncode:
+            failed.append(name)
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
