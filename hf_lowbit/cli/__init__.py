@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-lowbit", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="modules, parameters, bytes at each bit width; reads only the config")
+    inspect = commands.add_parser("inspect", help="modules, parameters, bytes at each width; reads only the config")
     inspect.add_argument("model", help="a folder or Hub id")
     inspect.add_argument("--group-size", default="128", help='a number, "none" (per channel) or "tensor"')
     inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")

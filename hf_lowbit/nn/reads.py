@@ -34,9 +34,18 @@ def directly_read(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():
         for path in _reads(type(module)):
-            name = ".".join(part for part in (prefix, path) if part)
-            found.setdefault(name, type(module).__name__)
+            for name in _expand(module, path):
+                found.setdefault(".".join(part for part in (prefix, name) if part), type(module).__name__)
     return found
+
+
+def _expand(module: nn.Module, path: str) -> list[str]:
+    """Replace the `*` of a loop over children by the children's names."""
+    before, star, after = path.partition(".*")
+    if not star:
+        return [path]
+    children = dict(module.named_modules()).get(before)
+    return [f"{before}.{name}{after}" for name, _ in children.named_children()] if children is not None else []
 
 
 def reads_own_weight(cls: type, stop: type) -> bool:
@@ -87,11 +96,11 @@ def _method_reads(cls: type) -> tuple[tuple[str, str], ...]:
         text = ast.unparse(method)
         if "torch.int8" in text or LAYOUT_SWITCH in text:
             continue
-        nodes = list(_inference_nodes(method))
+        nodes, loops = list(_inference_nodes(method)), _loops(method)
         harmless = {id(n.value) for n in nodes if isinstance(n, ast.Attribute) and n.attr == "device"}
         for node in nodes:
             if isinstance(node, ast.Attribute) and node.attr == "weight" and id(node) not in harmless:
-                path = _path_from_self(node.value)
+                path = _path_from_self(node.value, loops)
                 if path is not None and isinstance(node.ctx, ast.Load):
                     found.append((method.name, path))
     return tuple(dict.fromkeys(found))
@@ -111,8 +120,23 @@ def _inference_nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from _inference_nodes(child)
 
 
-def _path_from_self(node: ast.expr) -> str | None:
-    """Dotted path of `self.a.b[0].c`; None when it does not start at `self` or holds a computed index."""
+def _loops(method: ast.FunctionDef) -> dict[str, str]:
+    """{variable: "layers.*"} of every `for variable in self.layers`, also inside `enumerate`."""
+    loops = {}
+    for node in ast.walk(method):
+        if isinstance(node, ast.For):
+            source, target = node.iter, node.target
+            if isinstance(source, ast.Call) and getattr(source.func, "id", "") == "enumerate" and source.args:
+                source, target = source.args[0], target.elts[-1] if isinstance(target, ast.Tuple) else target
+            path = _path_from_self(source, {})
+            if path and isinstance(target, ast.Name):
+                loops[target.id] = f"{path}.*"
+    return loops
+
+
+def _path_from_self(node: ast.expr, loops: dict[str, str]) -> str | None:
+    """Dotted path of `self.a.b[0].c`, or of `block.c` in a loop; None when it starts elsewhere or an index is
+    computed."""
     parts: list[str] = []
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.Attribute):
@@ -123,4 +147,8 @@ def _path_from_self(node: ast.expr) -> str | None:
             node = node.value
         else:
             return None
-    return ".".join(reversed(parts)) if node.id == "self" else None
+    if node.id in loops:
+        parts.append(loops[node.id])
+    elif node.id != "self":
+        return None
+    return ".".join(reversed(parts))

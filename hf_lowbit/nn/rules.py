@@ -105,7 +105,8 @@ def _model_reasons(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             # a second pretrained model beside the base one is a tower, not a head
             if child is not base and not any(isinstance(m, PreTrainedModel) for m in child.modules()):
                 yield name, "task head"
-        elif name in HEAD_NAMES:
+        elif name in HEAD_NAMES and "For" in type(model).__name__:
+            # only models for a task have one: the `head` of a plain vision tower pools its tokens
             yield name, "task head"
 
 

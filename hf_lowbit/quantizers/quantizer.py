@@ -82,8 +82,8 @@ class LowBitQuantizer(HfQuantizer):
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         if not self.pre_quantized and "disk" in places:
             raise ValueError(
-                "`device_map` sends weights to disk while they are quantized on the fly: the offloaded file would keep "
-                "the dense numbers. Quantize and save once with memory for the low-bit model, then load that "
+                "`device_map` sends weights to disk while they are quantized on the fly: the offloaded file would "
+                "keep the dense numbers. Quantize and save once with memory for the low-bit model, then load that "
                 "checkpoint with disk offload."
             )
 

@@ -21,7 +21,7 @@ FLOAT32_SLACK = 1e-5
 
 
 def error(weight, bits, group_size, symmetric, search):
-    """Length of what rounding loses, in units of the weight's; squares are weighted by magnitude, as the search does."""
+    """Length of what rounding loses, in units of the weight's; squares weighted by magnitude, as in the search."""
     q = round_to_nearest(weight, grid_of(bits), group_size, symmetric, search)
     block = group_size if isinstance(group_size, int) else None
     w = weight.double()

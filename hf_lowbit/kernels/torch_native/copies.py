@@ -10,8 +10,7 @@ A copy belongs to the storage of the weight (not to a tensor object: `view` make
 never copied, pickled or saved with the model. It is valid as long as address and version counter of weight, scale and
 zero point are those it was made from. Writing through `.data` leaves the counter alone and is not seen: write to
 parameters under `torch.no_grad()`. Tensors made in inference mode have no counter and get no copies. A copy is made at
-the second call on the same unchanged tensors, so weights that change at every step, or are used once, are never
-packed.
+the first call, so that all calls give the same numbers: the int4 product rounds once more than the blocked one.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ REPACK_VARIABLE = "HF_LOWBIT_REPACK_BYTES"
 
 
 class _Copy(NamedTuple):
-    """`value` is None while the tensors were seen once, or when there is no copy to be had (`settled`)."""
+    """`value` is None when there is no copy to be had."""
 
     state: tuple
     storages: tuple
-    settled: bool
     value: Any
     size: int
 
@@ -45,7 +43,7 @@ _lock = threading.Lock()
 
 
 def copy_of(layer: Layer, make: Callable[[Layer], Any]) -> Any:
-    """`make(layer)`, kept; None at the first call, without room, or when `make` gives None."""
+    """`make(layer)`, kept; None without room, or when `make` gives None."""
     problem = layer.problem
     tensors = layer[:3] if layer.zero_point is not None else layer[:2]
     if any(t.is_inference() for t in tensors):
@@ -59,11 +57,12 @@ def copy_of(layer: Layer, make: Callable[[Layer], Any]) -> Any:
         copy = of_weight.get(key)
         known = copy is not None and copy.state == state
         if known and all(ref() is storage for ref, storage in zip(copy.storages, storages, strict=True)):
-            if not copy.settled:
-                copy = of_weight[key] = _make(copy, layer, make)
             return copy.value
-        of_weight[key] = _Copy(state, tuple(weakref.ref(storage) for storage in storages), False, None, 0)
-        return None
+        # what was made from other numbers goes before there is room for the new
+        of_weight.pop(key, None)
+        value, size = _make(layer, make)
+        of_weight[key] = _Copy(state, tuple(weakref.ref(storage) for storage in storages), value, size)
+        return value
 
 
 def held_bytes() -> int:
@@ -85,9 +84,9 @@ def repack_limit() -> int:
     return int(limit)
 
 
-def _make(copy: _Copy, layer: Layer, make: Callable[[Layer], Any]) -> _Copy:
+def _make(layer: Layer, make: Callable[[Layer], Any]) -> tuple[Any, int]:
     # eight bits a weight is the most a copy takes, so this refuses before it allocates
     room = repack_limit() - held_bytes()
     value = make(layer) if layer.problem.out_features * layer.problem.in_features <= room else None
     size = sum(t.nbytes for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, Tensor))
-    return copy._replace(settled=True, value=value, size=size)
+    return value, size
