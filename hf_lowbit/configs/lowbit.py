@@ -34,9 +34,9 @@ class LowBitConfig(QuantizationConfigMixin):
         method: "rtn", round to nearest with a searched clip, without data. "gptq" is not available yet.
         budget: bytes to fit, planned. Not available yet.
         calibration: data for calibrated methods; never saved. "rtn" needs none.
-        modules: {name or "re:pattern": Scheme or dict} for single modules; overrides the fields above. Naming an
-            embedding or the output layer here is how it is asked to be converted too. After conversion it lists every
-            converted module, and that is what is saved.
+        modules: {name or "re:pattern": Scheme or dict} for single modules; overrides the fields above (a dict without
+            `group_size` takes the one above). Naming an embedding or the output layer here is how it is asked to be
+            converted too. After conversion it lists every converted module, and that is what is saved.
         modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense (output
             embeddings, tied weights, task heads, routers, weights that model code reads directly).
         dequantize: turn a low-bit checkpoint back into dense weights while loading.
@@ -90,9 +90,17 @@ class LowBitConfig(QuantizationConfigMixin):
         self.method = method
         self.budget = budget
         self.calibration = calibration
-        self.modules, self.shapes = _read_modules(modules)
+        self.modules, self.shapes = _read_modules(modules, self.group_size)
         self.modules_to_not_convert = _read_names(modules_to_not_convert)
         self.dequantize = dequantize
+
+    @classmethod
+    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+        """Build from saved fields; keyword arguments override single fields, and are checked like them."""
+        own = {name: value for name, value in kwargs.items() if name in FIELDS}
+        config = cls(**{**config_dict, **own})
+        unused = {name: value for name, value in kwargs.items() if name not in FIELDS}
+        return (config, unused) if return_unused_kwargs else config
 
     @property
     def default_scheme(self) -> Scheme:
@@ -178,7 +186,7 @@ def _check_rest(rest: dict) -> None:
         raise TypeError(f"LowBitConfig has no field `{name}`{hint}")
 
 
-def _read_modules(modules) -> tuple[dict[str, Scheme], dict[str, tuple[int, ...]]]:
+def _read_modules(modules, group_size: int | str | None) -> tuple[dict[str, Scheme], dict[str, tuple[int, ...]]]:
     if modules is None:
         return {}, {}
     if not isinstance(modules, Mapping):
@@ -190,6 +198,8 @@ def _read_modules(modules) -> tuple[dict[str, Scheme], dict[str, tuple[int, ...]
         if isinstance(value, Mapping):
             value = dict(value)
             shape = value.pop("shape", None)
+            # the fields decide by default, except that what follows from the bits follows from the module's own
+            value.setdefault("group_size", group_size)
             if shape is not None:
                 shapes[name] = _read_shape(name, shape)
             try:

@@ -250,3 +250,16 @@ def test_no_conflict(request_):
     for name, value in request_.get_loading_attributes().items():
         setattr(stored, name, value)
     assert stored.conflict() is None
+
+
+def test_a_dict_in_modules_takes_the_group_size_of_the_config():
+    config = LowBitConfig(bits=4, group_size=32, modules={"up_proj": {"bits": 8}, "down_proj": Scheme(8)})
+    assert [config.modules[name].group_size for name in ("up_proj", "down_proj")] == [32, 128]
+
+
+def test_from_dict_checks_what_it_overrides():
+    saved = LowBitConfig(bits=4).to_dict()
+    assert LowBitConfig.from_dict(saved, bits=8).bits == 8
+    with pytest.raises(ValueError, match="`bits`=5"):
+        LowBitConfig.from_dict(saved, bits=5)
+    assert LowBitConfig.from_dict(saved, return_unused_kwargs=True, foo=1)[1] == {"foo": 1}
