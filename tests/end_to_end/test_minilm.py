@@ -12,9 +12,9 @@ from tests.end_to_end.fresh_process import first_output
 PARAMETERS = 22_713_216
 # six layers of 1.77 M weights, and the pooler
 CONVERTED = 6 * (4 * 384 * 384 + 2 * 384 * 1536) + 384 * 384
-# mean cosine between dense and low-bit embeddings of 64 passages, groups of 64: 0.9998, 0.954 and 0.868 were seen, and
+# mean cosine between dense and low-bit embeddings of 64 passages, groups of 64: 0.9998, 0.946 and 0.829 were seen, and
 # half as much loss again is let pass
-COSINE = {8: 0.9996, 4: 0.93, 3: 0.80}
+COSINE = {8: 0.9996, 4: 0.92, 3: 0.74}
 
 
 @pytest.fixture(scope="module")
