@@ -136,6 +136,8 @@ class LowBitConfig(QuantizationConfigMixin):
     def get_loading_attributes(self) -> dict[str, Any]:
         """What transformers carries over from this config to the one of an already low-bit checkpoint."""
         requested = {field: getattr(self, field) for field in STORED_FIELDS}
+        requested["modules"] = dict(self.modules)
+        requested["modules_to_not_convert"] = list(self.modules_to_not_convert)
         return {"dequantize": self.dequantize, "requested": requested}
 
     def conflict(self) -> str | None:
@@ -202,6 +204,12 @@ def _read_modules(modules, group_size: int | str | None) -> tuple[dict[str, Sche
             value.setdefault("group_size", group_size)
             if shape is not None:
                 shapes[name] = _read_shape(name, shape)
+            unknown = sorted(set(value) - {"bits", "group_size", "symmetric", "activations"})
+            if unknown:
+                raise TypeError(
+                    f"`modules[{name!r}]` has no field {unknown[0]!r}; a Scheme has bits, group_size, symmetric and "
+                    "activations."
+                )
             try:
                 value = Scheme(**value)
             except (TypeError, ValueError) as error:

@@ -119,6 +119,8 @@ def problem_of(
     int8_activations: bool,
 ) -> Problem:
     """Describe a call for `choose`. Raises ValueError when x has another width than the weight: kernels trust it."""
+    if not x.is_floating_point():
+        raise TypeError(f"Expected floating-point activations. Got {x.dtype}.")
     if x.shape[1] != in_features:
         raise ValueError(f"Expected {in_features} input features. Got {x.shape[1]}.")
     return Problem(

@@ -3,7 +3,8 @@
 A module is converted in place, by changing its class: hooks, attributes, buffers and references to it stay. Plain
 classes map to fixed ones. A subclass that calls `super().forward` (BART's scaled embedding) gets a class made on the
 fly, `LowBit<Name>(<Name>, LowBitEmbedding)`, so that its `super()` reaches ours; such classes pickle by naming their
-dense class. Gemma's would cast its scale to the dtype of the codes: its forward is replaced.
+dense class. Gemma's would cast its scale to the dtype of the codes, and Falcon's linear layer spells the product out:
+their forwards are replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .embedding import LowBitEmbedding, LowBitScaledEmbedding
 from .experts import LowBitExperts, stack_property
 from .linear import LowBitConv1D, LowBitLinear
 from .packed import LowBitModule
-from .reads import only_scales
+from .reads import is_plain_product, only_scales
 
 
 KINDS = {"linear": (nn.Linear, LowBitLinear), "conv1d": (Conv1D, LowBitConv1D),
@@ -34,8 +35,13 @@ def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...]) -> type:
         plain, lowbit = KINDS[kind]
         if dense_class is plain:
             return lowbit
-        scaled = kind == "embedding" and only_scales(dense_class)
-        bases, body = (LowBitScaledEmbedding, dense_class) if scaled else (dense_class, lowbit), {}
+        if kind == "embedding" and only_scales(dense_class):
+            bases = (LowBitScaledEmbedding, dense_class)
+        elif kind == "linear" and is_plain_product(dense_class):
+            bases = (lowbit, dense_class)
+        else:
+            bases = (dense_class, lowbit)
+        body = {}
     body |= {"__reduce_ex__": _reduce, "__module__": __name__, "_made_from": (dense_class, kind, names)}
     return type(f"LowBit{dense_class.__name__}", bases, body)
 

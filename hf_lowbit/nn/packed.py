@@ -137,6 +137,15 @@ class LowBitModule(nn.Module):
                 after.data = tensor.to(after.device)
         return self
 
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        # copying would convert: floats under the name of codes become codes without a word
+        for name, packed in self.lowbit.items():
+            for suffix, (_, dtype) in packed.tensors().items():
+                given = state_dict.get(prefix + name + suffix)
+                if given is not None and given.dtype != dtype:
+                    errors.append(f"`{prefix}{name}{suffix}` must be {dtype}, got {given.dtype}.")
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
     def extra_repr(self) -> str:
         schemes = ", ".join(
             f"bits={p.scheme.bits}, group_size={p.scheme.group_size}, symmetric={p.scheme.symmetric}, "

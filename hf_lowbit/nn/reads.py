@@ -24,6 +24,13 @@ INITIALIZERS = ("init", "reset")
 # classes of torch that hand the weights of their linear layers to one fused function
 TORCH_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # reads its own weight, but only the dtype: there is a low-bit layer for it
+# linear classes that spell the product out instead of calling their parent
+PLAIN_PRODUCTS = (
+    "hidden_states = input @ self.weight.T\nif self.bias is None:\n    return hidden_states\n"
+    "return hidden_states + self.bias",
+)
+# marks a path that stands for the first parameter below it
+FIRST_PARAMETER = "()"
 SCALED_FORWARD = "return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
 # branches that only exist for a simulated tensor-parallel checkpoint layout, off unless the config says otherwise
 LAYOUT_SWITCH = "pretraining_tp"
@@ -41,6 +48,11 @@ def directly_read(model: nn.Module) -> dict[str, str]:
 
 def _expand(module: nn.Module, path: str) -> list[str]:
     """Replace the `*` of a loop over children by the children's names."""
+    if path.endswith(FIRST_PARAMETER):
+        path = path.removesuffix(FIRST_PARAMETER)
+        part = dict(module.named_modules()).get(path)
+        first = next((name for name, _ in part.named_parameters()), None) if part is not None else None
+        return [".".join(p for p in (path, first.rpartition(".")[0]) if p)] if first else []
     before, star, after = path.partition(".*")
     if not star:
         return [path]
@@ -53,13 +65,23 @@ def reads_own_weight(cls: type, stop: type) -> bool:
     return any("" in _class_reads(c) for c in cls.__mro__[: cls.__mro__.index(stop)])
 
 
+def is_plain_product(cls: type) -> bool:
+    """Is the forward of this linear class x W^T + bias, spelled out (Falcon)?"""
+    return _forward_body(cls) in PLAIN_PRODUCTS
+
+
 def only_scales(cls: type) -> bool:
     """Is the forward of this embedding class its parent's times `embed_scale`, and nothing more (the Gemma family)?"""
+    return _forward_body(cls) == SCALED_FORWARD
+
+
+def _forward_body(cls: type) -> str:
+    """The code of `cls.forward` in one spelling; empty when there is no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))
     except (OSError, TypeError, SyntaxError):
-        return False
-    return ast.unparse(tree.body[0].body) == SCALED_FORWARD
+        return ""
+    return "\n".join(ast.unparse(step) for step in tree.body[0].body)
 
 
 def _reads(cls: type) -> list[str]:
@@ -103,6 +125,8 @@ def _method_reads(cls: type) -> tuple[tuple[str, str], ...]:
                 path = _path_from_self(node.value, loops)
                 if path is not None and isinstance(node.ctx, ast.Load):
                     found.append((method.name, path))
+            elif isinstance(node, ast.Call) and id(node) not in harmless and ast.unparse(node.func) == "next":
+                found += [(method.name, path) for path in _first_parameter(node, loops)]
     return tuple(dict.fromkeys(found))
 
 
@@ -118,6 +142,15 @@ def _inference_nodes(node: ast.AST) -> Iterator[ast.AST]:
         children = ast.iter_child_nodes(node)
     for child in children:
         yield from _inference_nodes(child)
+
+
+def _first_parameter(call: ast.Call, loops: dict[str, str]) -> list[str]:
+    """The path of `next(self.mlp.parameters())`, marked as standing for the first parameter below it."""
+    inner = call.args[0] if call.args else None
+    if not isinstance(inner, ast.Call) or getattr(inner.func, "attr", "") != "parameters":
+        return []
+    path = _path_from_self(inner.func.value, loops)
+    return [] if path is None else [path + FIRST_PARAMETER]
 
 
 def _loops(method: ast.FunctionDef) -> dict[str, str]:

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from ..configs.scheme import Scheme
 from .names import first_match
 from .packed import LowBitModule, PackedWeight
-from .reads import only_scales, reads_own_weight
+from .reads import is_plain_product, only_scales, reads_own_weight
 from .rules import between_modules, default_reasons, find_reason, hard_reasons, tied_groups
 
 
@@ -103,10 +103,12 @@ def obstacle(module: nn.Module, kind: str, parameter: str) -> str | None:
         return "its weight is computed by a parametrization"
     if not module._parameters[parameter].is_floating_point():
         return f"its weight is {module._parameters[parameter].dtype}, not a float"
+    if module._parameters[parameter].dtype.itemsize == 1:
+        return f"its weight is {module._parameters[parameter].dtype}, low-bit already"
     if module._parameters[parameter].numel() == 0:
         return "its weight is empty"
     plain = {"linear": nn.Linear, "conv1d": Conv1D, "embedding": nn.Embedding}.get(kind)
-    if kind == "embedding" and only_scales(cls):
+    if (kind == "embedding" and only_scales(cls)) or (kind == "linear" and is_plain_product(cls)):
         plain = None
     if plain is not None and cls is not plain and cls.forward is not plain.forward and reads_own_weight(cls, plain):
         return f"{cls.__name__} has a forward of its own"

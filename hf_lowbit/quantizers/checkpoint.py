@@ -14,6 +14,7 @@ from torch import nn
 
 from ..configs.lowbit import LowBitConfig
 from ..functional.grid import TERNARY, grid_of
+from ..nn.names import matches
 from ..nn.packed import PackedWeight
 from ..nn.rules import tied_groups
 from ..nn.targets import Target, candidates, obstacle
@@ -84,6 +85,8 @@ def check_stored(model: nn.Module, targets: list[Target], files: list[str] | Non
 
     problems = []
     for target in targets:
+        if target.packed.scheme.symmetric and find(target.parameter_name, "_zero_point") is not None:
+            problems.append(f"`{target.parameter_name}_zero_point` is there, but the config says `symmetric`")
         for suffix, (shape, dtype) in target.packed.tensors().items():
             name, found = target.parameter_name + suffix, find(target.parameter_name, suffix)
             if found is None:
@@ -134,6 +137,25 @@ def check_loaded(targets: Iterable[Target]) -> None:
         if zero_point is not None and bool(((zero_point < grid.qmin) | (zero_point > grid.qmax)).any()):
             problems.append(f"`{target.name}` has zero points outside [{grid.qmin}, {grid.qmax}]")
     _raise("the checkpoint holds damaged numbers", problems)
+
+
+def naming_conflict(config: LowBitConfig) -> str | None:
+    """Why names in the config passed at load disagree with what the checkpoint's own config records, or None."""
+    requested = getattr(config, "requested", None)
+    if requested is None or config.dequantize:
+        return None
+    for pattern, scheme in requested["modules"].items():
+        stored = {name: config.modules[name] for name in config.modules if matches(pattern, name)}
+        wrong = next((name for name, own in stored.items() if own != scheme), None)
+        if wrong is not None:
+            return f"`modules[{pattern!r}]` asks for {scheme}, but the checkpoint holds `{wrong}` as {stored[wrong]}."
+        if not stored:
+            return f"`modules` names {pattern!r}, which matches nothing that is low-bit in the checkpoint."
+    for pattern in requested["modules_to_not_convert"]:
+        name = next((name for name in config.modules if matches(pattern, name)), None)
+        if name is not None:
+            return f"`modules_to_not_convert` names {pattern!r}, but the checkpoint holds `{name}` low-bit."
+    return None
 
 
 def _headers(file: str) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -20,7 +20,7 @@ from ..nn.packed import LowBitModule
 from ..nn.swap import flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
 from .accounting import install_accounting
-from .checkpoint import check_loaded, check_shapes, check_stored, recorded_targets
+from .checkpoint import check_loaded, check_shapes, check_stored, naming_conflict, recorded_targets
 from .resize import install_resize
 
 
@@ -38,8 +38,8 @@ def refuse_parallel(distributed) -> None:
 class QuantizeOp(ConversionOps):
     """transformers' load operation that rounds and packs the tensors of one parameter as they arrive."""
 
-    def __init__(self, targets: dict[str, Target]):
-        self.targets = targets
+    def __init__(self, targets: dict[str, Target], failures: dict[str, str]):
+        self.targets, self.failures = targets, failures
 
     def convert(self, input_dict, full_layer_name=None, **kwargs):
         stored = {}
@@ -49,7 +49,13 @@ class QuantizeOp(ConversionOps):
             if name not in self.targets:
                 stored[name] = value
                 continue
-            for suffix, tensor in quantize(self.targets[name], value).items():
+            try:
+                parts = quantize(self.targets[name], value)
+            except ValueError as error:
+                # transformers would turn it into a report without the sentence: it is raised when loading has ended
+                self.failures[name] = str(error)
+                parts = quantize(self.targets[name], torch.zeros_like(value))
+            for suffix, tensor in parts.items():
                 stored[name + suffix] = nn.Parameter(tensor, requires_grad=False)
         return stored
 
@@ -67,7 +73,9 @@ class LowBitQuantizer(HfQuantizer):
         install_resize()
         self._targets: dict[str, Target] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        conflict = self.quantization_config.conflict()
+        # layers whose weights can't be rounded, and why; transformers would hide an exception raised while loading
+        self._failures: dict[str, str] = {}
+        conflict = self.quantization_config.conflict() or naming_conflict(self.quantization_config)
         if self.pre_quantized and conflict is not None:
             raise ValueError(f"`quantization_config`: {conflict}")
         if self.pre_quantized and not self.quantization_config.is_resolved:
@@ -97,7 +105,7 @@ class LowBitQuantizer(HfQuantizer):
         return param.element_size()
 
     def get_quantize_ops(self) -> ConversionOps:
-        return QuantizeOp(self._targets)
+        return QuantizeOp(self._targets, self._failures)
 
     def update_weight_conversions(self, weight_conversions, *args, **kwargs):
         # our checkpoints hold the module's own tensors: what splits, merges or permutes dense ones must not touch them
@@ -122,6 +130,8 @@ class LowBitQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if self._failures:
+            raise ValueError(" ".join(self._failures.values()))
         check_shapes(model, self._shapes)
         for target in self._targets.values():
             self._finish(target)
@@ -202,6 +212,12 @@ class LowBitQuantizer(HfQuantizer):
                     tied[target_name + suffix] = source + suffix
 
     def _dequantize(self, model, dtype=None):
+        offloaded = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+        if offloaded:
+            raise ValueError(
+                f"`{offloaded[0]}` is offloaded: its dense form has no place to go. Load the checkpoint without disk "
+                "offload, or with LowBitConfig(dequantize=True), on a device that holds the dense model."
+            )
         # saving leaves the config's dtype as a string
         dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
         restore_dense(model.modules(), dtype or model.dtype)
