@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-OURS = {"hf_lowbit", "_hf_lowbit_autoload"}
+# where we are installed, the import hook is loaded with the interpreter
+HOOK = {"_hf_lowbit_autoload"}
 # the parts of transformers that any program which loads a model imports
 TRANSFORMERS = "import torch, transformers.modeling_utils, transformers.quantizers.auto"
 USE_EVERY_NAME = "import hf_lowbit; [getattr(hf_lowbit, name) for name in hf_lowbit.__all__]"
@@ -23,11 +24,11 @@ def added(code, after="pass"):
 
 
 def test_import_alone_loads_nothing_else():
-    assert added("import hf_lowbit") == OURS
+    assert added("import hf_lowbit") - HOOK == {"hf_lowbit"}
 
 
 def test_use_of_every_public_name_adds_nothing_to_transformers():
-    assert added(USE_EVERY_NAME, after=TRANSFORMERS) == OURS
+    assert added(USE_EVERY_NAME, after=TRANSFORMERS) - HOOK == {"hf_lowbit"}
 
 
 def test_a_library_would_be_seen():

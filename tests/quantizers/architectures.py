@@ -145,8 +145,8 @@ ARCHITECTURES = (
                  {**VISION, "num_labels": 3}, IMAGE, 0.79, ("classifier",), generates=False),
     Architecture("clip", hf.AutoModel, hf.CLIPModel, CLIP, {**TEXT, **IMAGE}, 0.84, (),
                  output="image_embeds", generates=False),
-    Architecture("siglip-vision", hf.AutoModel, hf.SiglipVisionModel, VISION, IMAGE, 0.56,
-                 ("*head.attention.out_proj", "*head.mlp.fc1", "*head.mlp.fc2"),
+    Architecture("siglip-vision", hf.AutoModel, hf.SiglipVisionModel, VISION, IMAGE, 0.65,
+                 ("*head.attention.out_proj",),
                  output="pooler_output", generates=False),
     Architecture("llava", hf.AutoModelForImageTextToText, hf.LlavaForConditionalGeneration, LLAVA, CAPTION, 0.84),
 )
