@@ -9,9 +9,9 @@ alone, without building the dequantized group. The winner's scale is rounded to 
 rounded once more with exactly that scale. Plain absmax (`search=False`) is unusable at 2 and 3 bits.
 
 Why |x_i|: the plain squared error clips the few large weights of a group, and a language model pays for those first.
-On SmolLM2-135M (first 5,120 tokens of Emma, a calibration text) the weighting takes perplexity from 46.7 to 40.8 at 4
-bits in groups of 128, from 73.0 to 50.4 per channel, and changes little at 3 bits; weighting by x_i^2 is worse per
-channel. Weighted searches are also what llama.cpp does for its k-quants without data.
+At 4 bits it is worse than no clip at all in perplexity; weighting by x_i^2 is worse per channel. The choice was made
+on Emma, a calibration text; docs/quality.md has the search beside plain absmax on another. Weighted searches are also
+what llama.cpp does for its k-quants without data.
 
 Ternary takes no search: s = mean|w|, q = clamp(round(w / s), -1, 1) (BitNet b1.58, Ma et al. 2024, eq. 1-3).
 
