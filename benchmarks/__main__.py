@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 FOLDER = Path(__file__).parent
-NAMES = ("linear", "generate", "quality")
+NAMES = ("linear", "quality")
 
 
 def run(names: list[str]) -> int:

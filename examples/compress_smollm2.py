@@ -1,7 +1,7 @@
 """Compress SmolLM2-135M to 4 bits and show what that changed: size, perplexity, speed, and a sentence.
 
     python scripts/fetch_assets.py smollm2        # once
-    python examples/compress_smollm2.py           # about a minute and a half on two cores
+    python examples/compress_smollm2.py           # a minute on two cores
 
 The lines a user needs are in `compress`; the rest measures. `--model` takes any causal language model's folder.
 """
