@@ -27,10 +27,13 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define COMPILER_HAS_AMX
+#endif
 #include "vectors.h"
 #endif
 
-enum { TIER_PORTABLE = 0, TIER_AVX2 = 1, TIER_AVXVNNI = 2, TIER_AVX512 = 3 };
+enum { TIER_PORTABLE = 0, TIER_AVX2 = 1, TIER_AVXVNNI = 2, TIER_AVX512 = 3, TIER_AMX = 4 };
 
 /* raised whenever the arguments of an exported function change: a stale build is then refused, not called */
 EXPORT int lowbit_abi(void) { return 1; }
@@ -38,7 +41,13 @@ EXPORT int lowbit_abi(void) { return 1; }
 /* two threads that ask first at once find the same answer */
 EXPORT int lowbit_features(void) {
     static volatile int features = -1;
-    if (features < 0) features = detect_features();
+    if (features < 0) {
+        int found = detect_features();
+#ifndef COMPILER_HAS_AMX
+        found &= ~FEATURE_AMX;
+#endif
+        features = found;
+    }
     return features;
 }
 
@@ -54,6 +63,9 @@ EXPORT int lowbit_linear(const struct lowbit_problem *p, int64_t tier, int64_t t
     if (tier == TIER_PORTABLE || (p->grouped && p->scale_type != TYPE_BF16)) return portable_linear(&call);
 #if defined(__x86_64__)
     int features = lowbit_features();
+#ifdef COMPILER_HAS_AMX
+    if (tier == TIER_AMX && (features & FEATURE_AMX)) return linear_amx(&call);
+#endif
     if (tier == TIER_AVX512 && (features & FEATURE_AVX512_BF16)) return linear_avx512_bf16(&call);
     if (tier == TIER_AVX512 && (features & FEATURE_AVX512)) return linear_avx512(&call);
     if (tier == TIER_AVXVNNI && (features & FEATURE_AVX_VNNI)) return linear_avxvnni(&call);

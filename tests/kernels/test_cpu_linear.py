@@ -88,6 +88,7 @@ def test_long_rows(tier, rows, in_features, int8):
 
 def test_kernels_are_registered():
     assert [name for name in kernel_names() if name in TIERS] == [
+        "cpu-amx",
         "cpu-avx512vnni",
         "cpu-avxvnni",
         "cpu-avx2",

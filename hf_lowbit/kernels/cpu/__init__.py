@@ -23,6 +23,7 @@ from . import library
 
 # name of a kernel -> its number in C, its rank, the processor features it needs
 TIERS = {
+    "cpu-amx": (4, 350, library.AMX),
     "cpu-avx512vnni": (3, 300, library.AVX512),
     "cpu-avxvnni": (2, 250, library.AVX2 | library.AVX_VNNI),
     "cpu-avx2": (1, 200, library.AVX2),

@@ -28,7 +28,7 @@ CACHE_VARIABLE = "HF_LOWBIT_CACHE"
 LIBRARY_VARIABLE = "HF_LOWBIT_LIBRARY"
 # the value of lowbit_abi() that this file can call
 ABI = 1
-AVX2, AVX_VNNI, AVX512, AVX512_BF16 = 1, 2, 4, 8
+AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX = 1, 2, 4, 8, 16
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = _PACKAGE / "csrc"
 # -O2: more would double the time to compile and gain nothing; -std=c11 keeps compilers from fusing roundings

@@ -1,0 +1,132 @@
+/* bfloat16 activations for the matrix tiles: x cut up, codes of W widened to what they mean.
+ *
+ * A code of a group can mean one of 16 numbers, s (c - z) rounded once to bfloat16, as the reference rounds W: a table of
+ * them makes widening a lookup. Without groups the table holds c - z, which is exact, and the scale waits for the sum. Eight
+ * bits are computed.
+ */
+
+static void amx_prepare_bf16(void *argument, int64_t begin, int64_t end) {
+    struct amx_job *job = argument;
+    const struct lowbit_call *c = job->c;
+    int16_t places[32];
+    for (int i = 0; i < 32; i++) places[i] = (int16_t)amx_place((int)c->p->field, i);
+    vi order = load(places);
+    for (int64_t tile = begin; tile < end; tile++) for (int64_t u = 0; u < job->units; u++) {
+        part some = part_of(2 * c->p->columns - 64 * u);
+        vi rows[TILE_ROWS];
+        UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+            int64_t m = tile * TILE_ROWS + r;
+            const uint8_t *row = (const uint8_t *)((const uint16_t *)c->x + m * c->x_stride) + 64 * u;
+            rows[r] = m < c->m ? _mm512_permutexvar_epi16(order, load_part(row, some)) : zero_i();
+        }
+        amx_interleave(rows, job->x + (tile * job->units + u) * 64 * TILE_ROWS);
+    }
+}
+
+/* 32 codes in the order of `amx_place`, each in the low bits of 16; what is above its field, a table ignores */
+INLINE vi amx_index(int field, vi bytes, const uint8_t *high, part high_part) {
+    vi lower = _mm512_set_epi64(0xff0fff0eff0dff0c, 0xff0bff0aff09ff08, 0xff07ff06ff05ff04, 0xff03ff02ff01ff00,
+                                0xff0fff0eff0dff0c, 0xff0bff0aff09ff08, 0xff07ff06ff05ff04, 0xff03ff02ff01ff00);
+    if (field == 4) {
+        vi words = _mm512_shuffle_epi8(bytes, lower);
+        return _mm512_srlv_epi64(words, _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4));
+    }
+    vi words = _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(_mm512_castsi512_si128(lower)));
+    vi two = _mm512_srlv_epi64(words, _mm512_setr_epi64(0, 0, 2, 2, 4, 4, 6, 6));
+    if (field == 2) return two;
+    /* brings the bit of code 4 j + p to bit 2 of word 8 p + j */
+    uint32_t third = 0;
+    if (high_part == 0xf) memcpy(&third, high, 4);
+    else for (int i = 0; i < 4; i++) if (high_part >> i & 1) third |= (uint32_t)high[i] << 8 * i;
+    vi bits = _mm512_set1_epi64(third);
+    vi first = _mm512_broadcast_i32x4(_mm_setr_epi16(62, 2, 6, 10, 14, 18, 22, 26));
+    vi phase = _mm512_setr_epi32(0, 0, 0, 0, 0x10001, 0x10001, 0x10001, 0x10001,
+                                 0x20002, 0x20002, 0x20002, 0x20002, 0x30003, 0x30003, 0x30003, 0x30003);
+    vi control = and_i(_mm512_add_epi16(first, phase), _mm512_set1_epi16(63));
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(4), _mm512_multishift_epi64_epi8(control, bits), two, 0xca);
+}
+/* the packed bytes of 32 codes, as often as fields of one byte lie apart */
+INLINE vi amx_bytes(int field, const uint8_t *low) {
+    if (field == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)low));
+    int64_t bytes;
+    memcpy(&bytes, low, 8);
+    return _mm512_set1_epi64(bytes);
+}
+INLINE vi amx_eight_bits(__m256i stored, vf s, vf z) {
+    vf a = sub_f(to_f(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(stored))), z);
+    vf b = sub_f(to_f(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(stored, 1))), z);
+    return (vi)_mm512_cvtne2ps_pbh(mul_f(b, s), mul_f(a, s));
+}
+INLINE vi amx_meaning(int field, const uint8_t *low, const uint8_t *high, part high_part, vi table, vf s, vf z) {
+    if (field == 8) return amx_eight_bits(_mm256_loadu_si256((const __m256i *)low), s, z);
+    return _mm512_permutexvar_epi16(amx_index(field, amx_bytes(field, low), high, high_part), table);
+}
+
+/* `every`: units from one group to the next, 1, 2 or 4; 4 also stands for more, and for no groups */
+INLINE void amx_widen_bf16(const struct amx_job *job, int64_t n, int64_t chunk, char *out, const int field, const int every) {
+    const struct lowbit_call *c = job->c;
+    const struct lowbit_problem *p = c->p;
+    const int bytes = field == 3 ? 8 : 4 * field;
+    int64_t first = chunk * CHUNK_UNITS, some = min64(CHUNK_UNITS, job->units - first);
+    int64_t whole = min64(CHUNK_UNITS, job->whole_units - first), stride = p->scale_stride;
+    struct amx_rows rows = amx_rows_of(c, n, field);
+    const uint8_t *low = rows.low + first * bytes, *high = rows.high + first * 4;
+    const int16_t *scale = (const int16_t *)c->scale + n * stride;
+    const int8_t *zero = c->zero + n * stride;
+    const int32_t *group_of = job->group_of + first;
+    int64_t ahead = amx_ahead(job, chunk, CHUNK_UNITS * bytes);
+    int64_t high_ahead = field == 3 ? amx_ahead(job, chunk, CHUNK_UNITS * 4) : 0;
+    const int grouped = p->grouped != 0, shifted = c->zero != NULL;
+    vf codes = code_table(field == 8 ? 4 : field, (int32_t)p->offset), s = set_f(1.0f), z = zero_f();
+    vi table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(codes));
+    for (int64_t r = 0; r < PASS_ROWS; r++, out += CHUNK_UNITS * 64) {
+        UNROLL for (int at = 0; at < CHUNK_UNITS * bytes; at += 64) __builtin_prefetch(low + ahead + at);
+        if (field == 3) __builtin_prefetch(high + high_ahead);
+        UNROLL for (int i = 0; i < CHUNK_UNITS; i++) {
+            if (whole < CHUNK_UNITS && i >= some) break;
+            if (i % every == 0 && (grouped || shifted)) {
+                int32_t group = group_of[i];
+                if (grouped) s = as_f(_mm512_slli_epi32(_mm512_set1_epi16(scale[group]), 16));
+                if (shifted) z = set_f((float)zero[group]);
+                if (field != 8)
+                    table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(mul_f(sub_f(codes, z), s)));
+            }
+            if (whole == CHUNK_UNITS || i < whole)
+                store(out + i * 64, amx_meaning(field, low + i * bytes, high + i * 4, 0xf, table, s, z));
+            else {
+                _Alignas(64) uint8_t end[32] = {0};
+                memcpy(end, low + i * bytes, (size_t)min64(bytes, rows.low_bytes - (first + i) * bytes));
+                part third = part_of(rows.high_bytes - (first + i) * 4) & 0xf;
+                store(out + i * 64, amx_meaning(field, end, high + i * 4, third, table, s, z));
+            }
+        }
+        int64_t more = r < rows.last;
+        low += more ? rows.stride : 0;
+        high += more ? rows.stride : 0;
+        scale += more ? stride : 0;
+        zero += more ? stride : 0;
+    }
+}
+
+#define WIDEN(field, every) \
+    static void amx_widen_bf16_##field##_##every(const struct amx_job *job, int64_t n, int64_t chunk, char *out) { \
+        amx_widen_bf16(job, n, chunk, out, field, every); \
+    }
+WIDEN(2, 1) WIDEN(2, 2) WIDEN(2, 4) WIDEN(3, 1) WIDEN(3, 2) WIDEN(3, 4)
+WIDEN(4, 1) WIDEN(4, 2) WIDEN(4, 4) WIDEN(8, 1) WIDEN(8, 2) WIDEN(8, 4)
+#undef WIDEN
+
+static int amx_linear_bf16(const struct lowbit_call *c) {
+    typedef void (*widen)(const struct amx_job *, int64_t, int64_t, char *);
+    static const widen table[4][3] = {
+        {amx_widen_bf16_2_1, amx_widen_bf16_2_2, amx_widen_bf16_2_4},
+        {amx_widen_bf16_3_1, amx_widen_bf16_3_2, amx_widen_bf16_3_4},
+        {amx_widen_bf16_4_1, amx_widen_bf16_4_2, amx_widen_bf16_4_4},
+        {amx_widen_bf16_8_1, amx_widen_bf16_8_2, amx_widen_bf16_8_4},
+    };
+    const struct lowbit_problem *p = c->p;
+    struct amx_job job = amx_plan(c, 32);
+    int every = !p->grouped || p->group % 128 == 0 ? 2 : p->group % 64 == 0 ? 1 : 0;
+    job.widen = table[p->field == 8 ? 3 : p->field - 2][every];
+    return amx_run(&job, amx_prepare_bf16, amx_range);
+}
