@@ -8,7 +8,7 @@
  * comes out with the rows of W along its rows, and is transposed on the way to y.
  *
  * Fields of one byte belong to neighbouring codes, and the cheapest widening separates them: within each 32 codes, W and x
- * stand in the order of `amx_place`.
+ * stand in the order of `place_of`.
  *
  * Tiles must be configured before use and released after it, in each thread: torch has its own configuration, and a thread
  * that holds tiles is slower to switch. The configuration is an operand of the instruction itself, so that no compiler takes
@@ -21,8 +21,8 @@
 /* rows of W, and most rows of x, in one pass: 2 x 2 tiles */
 #define PASS_ROWS 32
 /* up to so many rows of x, the kernels without tiles are as fast (measured) */
-#define AMX_FEW_ROWS 1
-#define AMX_FEW_FLOAT_ROWS 0
+#define AMX_FEW_ROWS 4
+#define AMX_FEW_FLOAT_ROWS 1
 #define CHUNK_UNITS 4
 #define CHUNK_BYTES (PASS_ROWS * CHUNK_UNITS * 64)
 /* chunks of weights fetched ahead, so that memory has time to answer */
@@ -55,11 +55,6 @@ INLINE void configure_tiles(int step) {
 INLINE void release_tiles(void) { __asm__ volatile("tilerelease"); }
 /* compilers do not know that a tile load reads memory: what it reads must have been written */
 INLINE void written_before_tiles(void) { __asm__ volatile("" : : : "memory"); }
-
-/* which of 32 adjacent codes stands at place i: those of the first field of each byte, then of the second, ... */
-INLINE int amx_place(int field, int i) {
-    return field == 8 ? i : field == 4 ? i % 16 * 2 + i / 16 : i % 8 * 4 + i / 8;
-}
 
 /* 16 rows of 16 words, one cache line each, become 16 quads of 16 rows */
 INLINE void amx_interleave(vi rows[TILE_ROWS], char *out) {

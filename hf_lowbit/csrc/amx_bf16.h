@@ -9,7 +9,7 @@ static void amx_prepare_bf16(void *argument, int64_t begin, int64_t end) {
     struct amx_job *job = argument;
     const struct lowbit_call *c = job->c;
     int16_t places[32];
-    for (int i = 0; i < 32; i++) places[i] = (int16_t)amx_place((int)c->p->field, i);
+    for (int i = 0; i < 32; i++) places[i] = (int16_t)place_of((int)c->p->field, i);
     vi order = load(places);
     for (int64_t tile = begin; tile < end; tile++) for (int64_t u = 0; u < job->units; u++) {
         part some = part_of(2 * c->p->columns - 64 * u);
@@ -23,43 +23,14 @@ static void amx_prepare_bf16(void *argument, int64_t begin, int64_t end) {
     }
 }
 
-/* 32 codes in the order of `amx_place`, each in the low bits of 16; what is above its field, a table ignores */
-INLINE vi amx_index(int field, vi bytes, const uint8_t *high, part high_part) {
-    vi lower = _mm512_set_epi64(0xff0fff0eff0dff0c, 0xff0bff0aff09ff08, 0xff07ff06ff05ff04, 0xff03ff02ff01ff00,
-                                0xff0fff0eff0dff0c, 0xff0bff0aff09ff08, 0xff07ff06ff05ff04, 0xff03ff02ff01ff00);
-    if (field == 4) {
-        vi words = _mm512_shuffle_epi8(bytes, lower);
-        return _mm512_srlv_epi64(words, _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4));
-    }
-    vi words = _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(_mm512_castsi512_si128(lower)));
-    vi two = _mm512_srlv_epi64(words, _mm512_setr_epi64(0, 0, 2, 2, 4, 4, 6, 6));
-    if (field == 2) return two;
-    /* brings the bit of code 4 j + p to bit 2 of word 8 p + j */
-    uint32_t third = 0;
-    if (high_part == 0xf) memcpy(&third, high, 4);
-    else for (int i = 0; i < 4; i++) if (high_part >> i & 1) third |= (uint32_t)high[i] << 8 * i;
-    vi bits = _mm512_set1_epi64(third);
-    vi first = _mm512_broadcast_i32x4(_mm_setr_epi16(62, 2, 6, 10, 14, 18, 22, 26));
-    vi phase = _mm512_setr_epi32(0, 0, 0, 0, 0x10001, 0x10001, 0x10001, 0x10001,
-                                 0x20002, 0x20002, 0x20002, 0x20002, 0x30003, 0x30003, 0x30003, 0x30003);
-    vi control = and_i(_mm512_add_epi16(first, phase), _mm512_set1_epi16(63));
-    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(4), _mm512_multishift_epi64_epi8(control, bits), two, 0xca);
-}
-/* the packed bytes of 32 codes, as often as fields of one byte lie apart */
-INLINE vi amx_bytes(int field, const uint8_t *low) {
-    if (field == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)low));
-    int64_t bytes;
-    memcpy(&bytes, low, 8);
-    return _mm512_set1_epi64(bytes);
-}
 INLINE vi amx_eight_bits(__m256i stored, vf s, vf z) {
     vf a = sub_f(to_f(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(stored))), z);
     vf b = sub_f(to_f(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(stored, 1))), z);
     return (vi)_mm512_cvtne2ps_pbh(mul_f(b, s), mul_f(a, s));
 }
-INLINE vi amx_meaning(int field, const uint8_t *low, const uint8_t *high, part high_part, vi table, vf s, vf z) {
+INLINE vi amx_meaning(int field, const uint8_t *low, uint32_t third, vi table, vf s, vf z) {
     if (field == 8) return amx_eight_bits(_mm256_loadu_si256((const __m256i *)low), s, z);
-    return _mm512_permutexvar_epi16(amx_index(field, amx_bytes(field, low), high, high_part), table);
+    return _mm512_permutexvar_epi16(code_index(field, packed_bytes(field, low), third), table);
 }
 
 /* `every`: units from one group to the next, 1, 2 or 4; 4 also stands for more, and for no groups */
@@ -91,13 +62,15 @@ INLINE void amx_widen_bf16(const struct amx_job *job, int64_t n, int64_t chunk, 
                 if (field != 8)
                     table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(mul_f(sub_f(codes, z), s)));
             }
-            if (whole == CHUNK_UNITS || i < whole)
-                store(out + i * 64, amx_meaning(field, low + i * bytes, high + i * 4, 0xf, table, s, z));
-            else {
-                _Alignas(64) uint8_t end[32] = {0};
-                memcpy(end, low + i * bytes, (size_t)min64(bytes, rows.low_bytes - (first + i) * bytes));
-                part third = part_of(rows.high_bytes - (first + i) * 4) & 0xf;
-                store(out + i * 64, amx_meaning(field, end, high + i * 4, third, table, s, z));
+            uint32_t third = 0;
+            if (whole == CHUNK_UNITS || i < whole) {
+                if (field == 3) memcpy(&third, high + i * 4, 4);
+                store(out + i * 64, amx_meaning(field, low + i * bytes, third, table, s, z));
+            } else {
+                _Alignas(64) uint8_t tail[32] = {0};
+                memcpy(tail, low + i * bytes, (size_t)(rows.low_bytes - (first + i) * bytes));
+                if (field == 3) memcpy(&third, high + i * 4, (size_t)(rows.high_bytes - (first + i) * 4));
+                store(out + i * 64, amx_meaning(field, tail, third, table, s, z));
             }
         }
         int64_t more = r < rows.last;

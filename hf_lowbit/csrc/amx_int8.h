@@ -11,7 +11,7 @@ static void amx_prepare_int8(void *argument, int64_t begin, int64_t end) {
     float *x = scratch(round_up(p->columns * 4, 64) + size * TILE_ROWS);
     if (!x) { job->failed = 1; return; }
     int8_t *codes = (int8_t *)x + round_up(p->columns * 4, 64), places[64];
-    for (int i = 0; i < 64; i++) places[i] = (int8_t)(i / 32 * 32 + amx_place((int)p->field, i % 32));
+    for (int i = 0; i < 64; i++) places[i] = (int8_t)(i / 32 * 32 + place_of((int)p->field, i % 32));
     vi order = load(places);
     for (int64_t tile = begin; tile < end; tile++) {
         for (int64_t r = 0; r < TILE_ROWS; r++) {
@@ -39,7 +39,7 @@ static void amx_prepare_int8(void *argument, int64_t begin, int64_t end) {
     free(x);
 }
 
-/* 64 fields from `low` (and `high`, the third bits), in the order of `amx_place`; bytes outside the parts count as zero */
+/* 64 fields from `low` (and `high`, the third bits), in the order of `place_of`; bytes outside the parts count as zero */
 INLINE vi amx_fields(int field, const uint8_t *low, part low_part, const uint8_t *high, part high_part) {
     if (field == 8) return load_part(low, low_part);
     if (field == 4) {

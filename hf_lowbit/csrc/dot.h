@@ -4,6 +4,10 @@
  * sums of a lane are exact integers; with groups they become floats once a block and are multiplied by the lane's scale:
  *
  *     y += s[g] * (D - (offset + z[g]) A)        D, A: the lane's sums of a u and of a
+ *
+ * One row of floats is exact enough in fixed point, and then costs less than floats do: x = t r with integers r, cut into
+ * balanced digits r = sum_d 256^d r_d, which are so many rows of int8. The error of r is 2^-24 of the largest entry with the
+ * three digits that bfloat16 and float16 get, 2^-32 with the four of float32. NaN and infinity can't be cut up.
  */
 
 struct T(dot_job) {
@@ -16,31 +20,89 @@ struct T(dot_job) {
     float *t;               /* [M] */
     struct T(group_map) map;
     int32_t offset;
+    int digits;             /* 0, or the rows of x are digits of one */
+    int64_t rows;           /* M, or digits */
 };
 
-static void T(dot_prepare)(struct T(dot_job) *job, int64_t m, float *x, int8_t *codes) {
+/* codes of one block in the order of k -> its phases, [P][VB] */
+INLINE void T(split_phases)(const int8_t *codes, int8_t *out, const int P) {
+    if (P == 2) {
+        uint16_t words[VB];
+        memcpy(words, codes, sizeof words);
+        for (int i = 0; i < 2; i++) for (int j = 0; j < VB; j++) out[i * VB + j] = (int8_t)(words[j] >> 8 * i);
+    } else {
+        uint32_t words[VB];
+        memcpy(words, codes, sizeof words);
+        for (int i = 0; i < 4; i++) for (int j = 0; j < VB; j++) out[i * VB + j] = (int8_t)(words[j] >> 8 * i);
+    }
+}
+
+/* row m of `codes`, which is padded with zeros, in the order of the weights, and its sums */
+static void T(dot_arrange)(struct T(dot_job) *job, int64_t m, const int8_t *codes) {
     const struct lowbit_problem *p = job->c->p;
     int64_t P = job->per_byte, size = job->blocks * P * VB;
-    T(load_floats)(job->c, m, x);
-    job->t[m] = T(quantize_row)(x, p->columns, codes);
-    memset(codes + p->columns, 0, (size_t)(size - p->columns));
-    job->row_sums[m] = T(sum_codes)(codes, p->columns);
-    if (p->grouped) {
-        int32_t *sums = job->lane_sums + m * job->blocks * LANES;
-        for (int64_t l = 0; l < job->blocks * LANES; l++) {
-            int32_t sum = T(sum_codes)(codes + l * 4 * P, 4 * P);
-            float exact = (float)sum;
-            if (job->c->zero) memcpy(sums + l, &exact, 4);
-            else sums[l] = -job->offset * sum;
-        }
-    }
-    T(to_quads)(codes, job->blocks * LANES, (int)P);
-    /* (lane, phase) -> (phase, lane) in each block */
     int8_t *out = job->quads + m * size;
-    for (int64_t b = 0; b < job->blocks; b++)
-        for (int64_t l = 0; l < LANES; l++)
-            for (int64_t i = 0; i < P; i++)
-                memcpy(out + b * P * VB + i * VB + l * 4, codes + ((b * LANES + l) * P + i) * 4, 4);
+    int32_t *sums = job->lane_sums + m * job->blocks * LANES;
+    vi total = zero_i(), ones = set_i(0x01010101), offset = set_i(-job->offset);
+    for (int64_t b = 0; b < job->blocks; b++, out += P * VB) {
+        const int8_t *block = codes + b * P * VB;
+        if (P == 4) T(split_phases)(block, out, 4);
+        else if (P == 2) T(split_phases)(block, out, 2);
+        else memcpy(out, block, VB);
+        vi sum = zero_i();
+        for (int64_t i = 0; i < P; i++) sum = dot(0, sum, ones, load(out + i * VB));
+        total = add_i(total, sum);
+        if (!p->grouped) continue;
+        if (job->c->zero) store_f((float *)sums + b * LANES, to_f(sum));
+        else store(sums + b * LANES, mul_i(sum, offset));
+    }
+    job->row_sums[m] = sum_i(total);
+}
+
+static void T(dot_prepare)(struct T(dot_job) *job, int64_t m, float *x, int8_t *codes) {
+    int64_t columns = job->c->p->columns, size = job->blocks * job->per_byte * VB;
+    T(load_floats)(job->c, m, x);
+    job->t[m] = T(quantize_row)(x, columns, codes);
+    memset(codes + columns, 0, (size_t)(size - columns));
+    T(dot_arrange)(job, m, codes);
+}
+
+/* the digits of the only row of x; 0 when it has NaN or infinity, or is too small to be cut up */
+static int T(dot_prepare_digits)(struct T(dot_job) *job, float *x, int8_t *codes) {
+    int64_t columns = job->c->p->columns, size = job->blocks * job->per_byte * VB;
+    int32_t largest = 0;
+    T(load_floats)(job->c, 0, x);
+    for (int64_t k = 0; k < columns; k++) {
+        int32_t bits;
+        memcpy(&bits, x + k, 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    /* 2^-60: t of four digits is a normal float */
+    if (largest >= 0x7f800000 || largest < 0x21800000) return 0;
+    int32_t *r = (int32_t *)x;
+    double whole = job->digits == 4 ? 127.0 * 16777216.0 : 127.0 * 65536.0, top = float_of_bits((uint32_t)largest);
+    if (job->digits == 4) for (int64_t k = 0; k < columns; k++) {
+        double scaled = (double)x[k] * (whole / top);
+        r[k] = (int32_t)(scaled + (scaled < 0 ? -0.5 : 0.5));
+    } else {
+        float factor = (float)(whole / top);
+        for (int64_t k = 0; k < columns; k++) {
+            float scaled = x[k] * factor;
+            r[k] = (int32_t)(scaled + (scaled < 0 ? -0.5f : 0.5f));
+        }
+        whole = (double)factor * top;
+    }
+    for (int d = 0; d < job->digits; d++) {
+        for (int64_t k = 0; k < columns; k++) {
+            codes[k] = (int8_t)r[k];
+            r[k] = (r[k] - codes[k]) >> 8;
+        }
+        memset(codes + columns, 0, (size_t)(size - columns));
+        T(dot_arrange)(job, d, codes);
+        job->t[d] = (float)(top / whole) * (float)(1 << 8 * d);
+    }
+    return 1;
 }
 
 /* adds up the lanes, integers without groups and floats with them, and finishes y */
@@ -49,15 +111,17 @@ static void __attribute__((noinline)) T(dot_finish)(const struct T(dot_job) *job
     const struct lowbit_call *c = job->c;
     const struct lowbit_problem *p = c->p;
     for (int i = 0; i < NT && n + i < p->rows; i++) {
-        float scale = grouped ? 1.0f : load_scale(c, n + i, 0);
+        float scale = grouped ? 1.0f : load_scale(c, n + i, 0), whole = 0.0f;
         float bias = c->bias ? load_element(c->bias, c->bias_type, n + i) : 0.0f;
         int32_t shift = job->offset + (c->zero && !grouped ? c->zero[(n + i) * p->scale_stride] : 0);
         for (int j = 0; j < MT; j++) {
             float out = grouped ? sum_f(as_f(sums[i][j]))
                                 : (float)(sum_i(sums[i][j]) - shift * job->row_sums[m + j]) * scale;
             out *= job->t[m + j];
-            store_element(c->y, p->type, (m + j) * p->rows + n + i, c->bias ? out + bias : out);
+            whole += out;
+            if (!job->digits) store_element(c->y, p->type, (m + j) * p->rows + n + i, c->bias ? out + bias : out);
         }
+        if (job->digits) store_element(c->y, p->type, n + i, c->bias ? whole + bias : whole);
     }
 }
 
@@ -134,13 +198,13 @@ INLINE void T(dot_tile)(const struct T(dot_job) *job, int64_t m, int64_t n, cons
     vi sums_of_lanes[4][4];
     UNROLL for (int i = 0; i < NT; i++) UNROLL for (int j = 0; j < MT; j++)
         sums_of_lanes[i][j] = grouped ? from_f(y[i][j]) : total[i][j];
-    T(dot_finish)(job, m, n, (int)min64(MT, c->m - m), NT, grouped, sums_of_lanes);
+    T(dot_finish)(job, m, n, (int)min64(MT, job->rows - m), NT, grouped, sums_of_lanes);
 }
 
 INLINE void T(dot_range)(const struct T(dot_job) *job, int64_t begin, int64_t end, const int field, const int grouped) {
     const int NT = grouped ? ROWS_GROUPED : ROWS_UNGROUPED;
     for (int64_t n = begin; n < end; n += 4) {
-        int64_t m = 0, rows = job->c->m;
+        int64_t m = 0, rows = job->rows;
         /* two or three rows that remain cost less as four, the last of them zero, than one by one */
         for (; m + 2 <= rows; m += 4)
             for (int i = 0; i < 4; i += NT) if (n + i < end) T(dot_tile)(job, m, n + i, field, grouped, 4, NT);
@@ -155,28 +219,33 @@ INLINE void T(dot_range)(const struct T(dot_job) *job, int64_t begin, int64_t en
 DOT_RANGE(2, 0) DOT_RANGE(2, 1) DOT_RANGE(3, 0) DOT_RANGE(3, 1)
 DOT_RANGE(4, 0) DOT_RANGE(4, 1) DOT_RANGE(8, 0) DOT_RANGE(8, 1)
 
+/* float activations: one row only. 1 when x has to be multiplied in floats */
 static int T(dot_linear)(const struct lowbit_call *c) {
     static const range_function table[4][2] = {
         {T(dot_2_0), T(dot_2_1)}, {T(dot_3_0), T(dot_3_1)}, {T(dot_4_0), T(dot_4_1)}, {T(dot_8_0), T(dot_8_1)},
     };
     const struct lowbit_problem *p = c->p;
-    int P = T(per_byte)(p);
-    int64_t blocks = (T(lanes_of)(p) + LANES - 1) / LANES, size = blocks * P * VB;
-    int64_t padded = c->m == 1 ? 1 : round_up(c->m, 4), rows = round_up(c->m * 4, 64);
+    int P = T(per_byte)(p), digits = p->int8 ? 0 : p->type == TYPE_F32 ? 4 : 3;
+    int64_t m = digits ? digits : c->m, blocks = (T(lanes_of)(p) + LANES - 1) / LANES, size = blocks * P * VB;
+    int64_t padded = m == 1 ? 1 : round_up(m, 4), rows = round_up(m * 4, 64);
     int64_t quads = padded * size, sums = padded * blocks * LANES * 4;
     int64_t map = p->grouped ? round_up(T(group_map_bytes)(blocks), 64) : 0;
     char *memory = scratch(quads + sums + 2 * rows + map + size * 5);
     if (!memory) return -1;
-    struct T(dot_job) job = {c, P, blocks, (int8_t *)memory, (int32_t *)(memory + quads), NULL, NULL, {0}, 0};
+    struct T(dot_job) job = {c, P, blocks, (int8_t *)memory, (int32_t *)(memory + quads), NULL, NULL, {0}, 0, digits, m};
     job.row_sums = (int32_t *)(memory + quads + sums);
     job.t = (float *)(memory + quads + sums + rows);
     job.offset = p->field == 8 ? OFFSET8 : (int32_t)p->offset;
     char *rest = memory + quads + sums + 2 * rows;
     if (p->grouped) job.map = T(map_groups)(p, blocks, 4 * P, rest);
     float *x = (float *)(rest + map);
-    for (int64_t m = 0; m < c->m; m++) T(dot_prepare)(&job, m, x, (int8_t *)(x + size));
-    memset(job.quads + c->m * size, 0, (size_t)((padded - c->m) * size));
-    memset(job.lane_sums + c->m * blocks * LANES, 0, (size_t)((padded - c->m) * blocks * LANES * 4));
+    if (digits && !T(dot_prepare_digits)(&job, x, (int8_t *)(x + size))) {
+        free(memory);
+        return 1;
+    }
+    if (!digits) for (int64_t i = 0; i < m; i++) T(dot_prepare)(&job, i, x, (int8_t *)(x + size));
+    memset(job.quads + m * size, 0, (size_t)((padded - m) * size));
+    memset(job.lane_sums + m * blocks * LANES, 0, (size_t)((padded - m) * blocks * LANES * 4));
     parallel_for(table[p->field == 8 ? 3 : p->field - 2][p->grouped != 0], &job, p->rows, 16, c->threads);
     free(memory);
     return 0;

@@ -14,10 +14,14 @@ static inline int few_rows(const struct lowbit_call *c) { return c->m <= (c->p->
 #endif
 
 static int T(linear)(const struct lowbit_call *c) {
-#ifdef VNNI
-    if (!c->p->int8) return linear_avx2(c);
-#else
-    if (!c->p->int8) return few_rows(c) ? T(dot_linear_f32)(c) : T(panel_linear_f32)(c);
+    if (c->p->int8) return few_rows(c) ? T(dot_linear)(c) : T(panel_linear)(c);
+#if !NARROW
+    int status = c->m == 1 ? T(dot_linear)(c) : 1;
+    if (status != 1) return status;
 #endif
-    return few_rows(c) ? T(dot_linear)(c) : T(panel_linear)(c);
+#ifdef VNNI
+    return linear_avx2(c);
+#else
+    return few_rows(c) ? T(dot_linear_f32)(c) : T(panel_linear_f32)(c);
+#endif
 }

@@ -30,9 +30,9 @@ TARGET_END
 /* a refinement: the same tier where the processor multiplies pairs of bfloat16 */
 TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,avx2,fma,f16c")
 #include "product_bf16.h"
-
 static int linear_avx512_bf16(const struct lowbit_call *c) {
     if (c->p->int8 || c->p->type != TYPE_BF16) return linear_avx512(c);
+    if (c->m == 1) return linear_avx512(c);
     return few_rows(c) ? T(dot_linear_bf16)(c) : T(panel_linear_bf16)(c);
 }
 TARGET_END
@@ -40,6 +40,7 @@ TARGET_END
 #ifdef COMPILER_HAS_AMX
 TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16")
 #include "amx.h"
+#include "lookup.h"
 #include "amx_product.h"
 #include "amx_int8.h"
 #include "amx_bf16.h"
