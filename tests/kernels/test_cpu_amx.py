@@ -21,7 +21,7 @@ def _needs_tiles():
     torch.manual_seed(0)
 
 
-# tiles have 16 rows, a pass 32 rows of W and of x, a chunk 256 or 128 columns; more rows of x than one pass use the panel
+# tiles have 16 rows, a pass 32 of W and of x, a chunk 256 or 128 columns; more rows of x than a pass use the panel
 @pytest.mark.parametrize("rows", [5, 15, 16, 17, 31, 32, 33, 64, 65, 130])
 @pytest.mark.parametrize(("out_features", "in_features"), [(16, 64), (31, 128), (33, 257), (70, 300), (1, 31)])
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
