@@ -17,11 +17,11 @@ from pathlib import Path
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-SOURCE = Path("hf_lowbit", "csrc", "lowbit_cpu.c")
+SOURCES = Path("hf_lowbit", "csrc")
 LIBRARY = Path("hf_lowbit", "_lowbit_cpu.so")
 # no -march=native: the code chooses by what the processor reports at run time, and a wheel may run elsewhere; -std=c11
 # keeps compilers from fusing roundings
-FLAGS = ["-O2", "-ftree-vectorize", "-std=c11", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
+FLAGS = ["-O2", "-ftree-vectorize", "-std=c11", "-fPIC", "-fvisibility=hidden", "-pthread"]
 # tried in this order: GCC takes the first, clang has no cost model, Apple's no OpenMP (it shares torch's threads)
 OPTIONAL_FLAGS = (["-fvect-cost-model=dynamic", "-fopenmp"], ["-fopenmp"], [])
 
@@ -36,7 +36,7 @@ class CompileKernels(BuildHookInterface):
         built = Path(self.scratch, LIBRARY.name)
         in_tree = Path(self.root, LIBRARY)
         try:
-            command = compile_library(Path(self.root, SOURCE), built)
+            command = compile_library(Path(self.root, SOURCES), built)
         except NotCompiled as reason:
             if is_set("HF_LOWBIT_REQUIRE_C"):
                 raise
@@ -65,21 +65,35 @@ def is_set(variable):
     return os.environ.get(variable, "") not in ("", "0")
 
 
-def compile_library(source, target):
-    """Compile `source` to `target` and return the command that did it; raise NotCompiled where that is impossible."""
+def compile_library(folder, target):
+    """Compile the C files of `folder` to `target`, at once, and return the command that linked them.
+
+    Raises NotCompiled where that is impossible.
+    """
     if is_set("HF_LOWBIT_NO_C"):
         raise NotCompiled("HF_LOWBIT_NO_C is set.")
     if sys.platform == "win32":
         raise NotCompiled("they are not built on Windows.")
-    if not source.is_file():
-        raise NotCompiled(f"{source} does not exist.")
+    sources = sorted(folder.glob("*.c"))
+    if not sources:
+        raise NotCompiled(f"there is no C file in {folder}.")
     compiler = find_compiler()
+    parts = [f"{target}.{source.stem}.o" for source in sources]
     for optional in OPTIONAL_FLAGS:
-        command = [*compiler, *FLAGS, *optional, str(source), "-o", str(target), "-lm"]
+        begin = [*compiler, *FLAGS, *optional]
+        compilations = [
+            subprocess.Popen([*begin, "-c", str(source), "-o", part], stderr=subprocess.PIPE, text=True)
+            for source, part in zip(sources, parts, strict=True)
+        ]
+        complaint = "".join([compilation.communicate()[1] for compilation in compilations])
+        if any(compilation.returncode for compilation in compilations):
+            continue
+        command = [*begin, "-shared", *parts, "-o", str(target), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode == 0:
             return command
-    raise NotCompiled(f"`{shlex.join(command)}` failed with:\n{result.stderr.strip()}")
+        complaint = result.stderr
+    raise NotCompiled(f"`{shlex.join([*begin, *map(str, sources)])}` failed with:\n{complaint.strip()}")
 
 
 def find_compiler():

@@ -17,11 +17,11 @@ trap 'rm -rf "$folder"' EXIT
 # -O1: faster to compile, and the checks are not optimized away
 "$cc" -O1 -g -std=c11 -fPIC -shared -pthread -fopenmp -fno-omit-frame-pointer \
     -fsanitize=address,undefined -fno-sanitize-recover=all \
-    "$root/hf_lowbit/csrc/lowbit_cpu.c" -o "$folder/_lowbit_cpu.so" -lm
+    "$root"/hf_lowbit/csrc/*.c -o "$folder/_lowbit_cpu.so" -lm
 
 cd "$root"
 env HF_LOWBIT_LIBRARY="$folder/_lowbit_cpu.so" \
     LD_PRELOAD="$($cc -print-file-name=libasan.so) $($cc -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
     "$python" -m pytest -q -p no:cacheprovider tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_input.py \
-    tests/kernels/test_cpu_threads.py "$@"
+    tests/kernels/test_cpu_threads.py tests/kernels/test_cpu_amx.py tests/kernels/test_cpu_digits.py "$@"

@@ -20,6 +20,8 @@
 #define TILE_ROWS 16
 /* rows of W, and most rows of x, in one pass: 2 x 2 tiles */
 #define PASS_ROWS 32
+/* rows of W, and most rows of x, in one pass: 2 x 2 tiles */
+#define PASS_ROWS 32
 /* up to so many rows of x, the kernels without tiles are as fast (measured) */
 #define AMX_FEW_ROWS 4
 #define AMX_FEW_FLOAT_ROWS 1

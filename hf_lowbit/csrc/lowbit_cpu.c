@@ -1,6 +1,6 @@
-/* Products with packed low-bit weights on a CPU. Plain C11; compile this file alone:
+/* Products with packed low-bit weights on a CPU. Plain C11, three files that can be compiled at once:
  *
- *     cc -O3 -std=c11 -fPIC -shared -fopenmp lowbit_cpu.c -o _lowbit_cpu.so
+ *     cc -O2 -std=c11 -fPIC -shared -fopenmp lowbit_*.c -o _lowbit_cpu.so
  *
  * (-fopenmp may be left out.) The weights are read as they lie in the checkpoint, row by row; nothing is repacked. Every
  * tier is compiled in, and the caller names one among those that `lowbit_features` allows.
@@ -8,30 +8,12 @@
  * Nothing is global except what the processor can do. Scratch memory belongs to a call, so calls may run concurrently.
  */
 #define _GNU_SOURCE
+#include "tiers.h"
 #include "processor.h"
 #include "parallel.h"
 #include "portable.h"
-#include "problem.h"
 
 #define EXPORT __attribute__((visibility("default")))
-
-/* functions between TARGET(...) and TARGET_END use the instructions of one tier, whatever the rest is compiled for */
-#define PRAGMA(text) _Pragma(#text)
-#ifdef __clang__
-#define TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
-#define TARGET_END PRAGMA(clang attribute pop)
-#else
-#define TARGET(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
-#define TARGET_END PRAGMA(GCC pop_options)
-#endif
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
-#define COMPILER_HAS_AMX
-#endif
-#include "vectors.h"
-#endif
 
 enum { TIER_PORTABLE = 0, TIER_AVX2 = 1, TIER_AVXVNNI = 2, TIER_AVX512 = 3, TIER_AMX = 4 };
 

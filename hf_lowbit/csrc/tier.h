@@ -13,7 +13,7 @@
 static inline int few_rows(const struct lowbit_call *c) { return c->m <= (c->p->grouped ? 8 : 12); }
 #endif
 
-static int T(linear)(const struct lowbit_call *c) {
+int T(linear)(const struct lowbit_call *c) {
     if (c->p->int8) return few_rows(c) ? T(dot_linear)(c) : T(panel_linear)(c);
 #if !NARROW
     int status = c->m == 1 ? T(dot_linear)(c) : 1;

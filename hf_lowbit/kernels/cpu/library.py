@@ -32,7 +32,7 @@ AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX = 1, 2, 4, 8, 16
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = _PACKAGE / "csrc"
 # -O2: more would double the time to compile and gain nothing; -std=c11 keeps compilers from fusing roundings
-_FLAGS = "-O2 -ftree-vectorize -fvect-cost-model=dynamic -std=c11 -fPIC -shared -fvisibility=hidden -pthread".split()
+_FLAGS = "-O2 -ftree-vectorize -fvect-cost-model=dynamic -std=c11 -fPIC -fvisibility=hidden -pthread".split()
 _lock = threading.Lock()
 
 
@@ -139,10 +139,24 @@ def _build(reasons: list[str]) -> Path | None:
 
 
 def _compile(compiler: str, target: Path) -> str | None:
-    """None, or the end of the compiler's complaint. Some compilers lack OpenMP: the second try does without."""
+    """None, or the end of the compiler's complaint. Some compilers lack OpenMP: the second try does without.
+
+    The files of the source compile at once, and are linked then.
+    """
+    sources = sorted(_SOURCES.glob("*.c"))
+    parts = [target.with_name(f"{source.stem}.o") for source in sources]
     for extra in (["-fopenmp"], []):
-        command = [compiler, *_FLAGS, *extra, str(_SOURCES / "lowbit_cpu.c"), "-o", str(target), "-lm"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        begin = [compiler, *_FLAGS, *extra]
+        compilations = [
+            subprocess.Popen([*begin, "-c", str(source), "-o", str(part)], stderr=subprocess.PIPE, text=True)
+            for source, part in zip(sources, parts, strict=True)
+        ]
+        complaint = "".join([compilation.communicate(timeout=300)[1] for compilation in compilations])
+        if any(compilation.returncode for compilation in compilations):
+            continue
+        linking = [*begin, "-shared", *map(str, parts), "-o", str(target), "-lm"]
+        result = subprocess.run(linking, capture_output=True, text=True, timeout=300)
         if result.returncode == 0:
             return None
-    return result.stderr.strip()[-300:]
+        complaint = result.stderr
+    return complaint.strip()[-300:]
