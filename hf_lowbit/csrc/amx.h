@@ -8,7 +8,7 @@
  * comes out with the rows of W along its rows, and is transposed on the way to y.
  *
  * Fields of one byte belong to neighbouring codes, and the cheapest widening separates them: within each 32 codes, W and x
- * stand in the order of `place_of`.
+ * stand in another order.
  *
  * Tiles must be configured before use and released after it, in each thread: torch has its own configuration, and a thread
  * that holds tiles is slower to switch. The configuration is an operand of the instruction itself, so that no compiler takes
@@ -40,8 +40,8 @@ struct amx_job {
     float *sums;                /* [tiles][G][16] sums of a over a group: only where zero points are subtracted late */
     float *t;                   /* [tiles * 16] */
     int32_t *group_of;          /* group of each 32 codes */
-    /* chunk i of 32 rows of W from n, [32][CHUNK_UNITS * 64 bytes] */
-    void (*widen)(const struct amx_job *job, int64_t n, int64_t i, char *out);
+    /* chunk i of 32 rows of W from n, [32][CHUNK_UNITS * 64 bytes]; scales as in `amx_pass` */
+    void (*widen)(const struct amx_job *job, const float *scale, int64_t n, int64_t i, char *out);
     int failed;
 };
 

@@ -9,7 +9,7 @@ static void amx_prepare_bf16(void *argument, int64_t begin, int64_t end) {
     struct amx_job *job = argument;
     const struct lowbit_call *c = job->c;
     int16_t places[32];
-    for (int i = 0; i < 32; i++) places[i] = (int16_t)place_of((int)c->p->field, i);
+    for (int i = 0; i < 32; i++) places[i] = (int16_t)place_of_word((int)c->p->field, i);
     vi order = load(places);
     for (int64_t tile = begin; tile < end; tile++) for (int64_t u = 0; u < job->units; u++) {
         part some = part_of(2 * c->p->columns - 64 * u);
@@ -30,20 +30,19 @@ INLINE vi amx_eight_bits(__m256i stored, vf s, vf z) {
 }
 INLINE vi amx_meaning(int field, const uint8_t *low, uint32_t third, vi table, vf s, vf z) {
     if (field == 8) return amx_eight_bits(_mm256_loadu_si256((const __m256i *)low), s, z);
-    return _mm512_permutexvar_epi16(code_index(field, packed_bytes(field, low), third), table);
+    return _mm512_permutexvar_epi16(code_index(field, low, third), table);
 }
 
 /* `every`: units from one group to the next, 1, 2 or 4; 4 also stands for more, and for no groups */
-INLINE void amx_widen_bf16(const struct amx_job *job, int64_t n, int64_t chunk, char *out, const int field, const int every) {
+INLINE void amx_widen_bf16(const struct amx_job *job, const float *scale, int64_t n, int64_t chunk, char *out, const int field, const int every) {
     const struct lowbit_call *c = job->c;
     const struct lowbit_problem *p = c->p;
     const int bytes = field == 3 ? 8 : 4 * field;
     int64_t first = chunk * CHUNK_UNITS, some = min64(CHUNK_UNITS, job->units - first);
-    int64_t whole = min64(CHUNK_UNITS, job->whole_units - first), stride = p->scale_stride;
+    int64_t whole = min64(CHUNK_UNITS, job->whole_units - first);
     struct amx_rows rows = amx_rows_of(c, n, field);
     const uint8_t *low = rows.low + first * bytes, *high = rows.high + first * 4;
-    const int16_t *scale = (const int16_t *)c->scale + n * stride;
-    const int8_t *zero = c->zero + n * stride;
+    const float *shift = scale + p->groups * PANEL;
     const int32_t *group_of = job->group_of + first;
     int64_t ahead = amx_ahead(job, chunk, CHUNK_UNITS * bytes);
     int64_t high_ahead = field == 3 ? amx_ahead(job, chunk, CHUNK_UNITS * 4) : 0;
@@ -56,9 +55,9 @@ INLINE void amx_widen_bf16(const struct amx_job *job, int64_t n, int64_t chunk, 
         UNROLL for (int i = 0; i < CHUNK_UNITS; i++) {
             if (whole < CHUNK_UNITS && i >= some) break;
             if (i % every == 0 && (grouped || shifted)) {
-                int32_t group = group_of[i];
-                if (grouped) s = as_f(_mm512_slli_epi32(_mm512_set1_epi16(scale[group]), 16));
-                if (shifted) z = set_f((float)zero[group]);
+                int64_t at = group_of[i] * PANEL + r;
+                if (grouped) s = set_f(scale[at]);
+                if (shifted) z = set_f(shift[at]);
                 if (field != 8)
                     table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(mul_f(sub_f(codes, z), s)));
             }
@@ -76,21 +75,20 @@ INLINE void amx_widen_bf16(const struct amx_job *job, int64_t n, int64_t chunk, 
         int64_t more = r < rows.last;
         low += more ? rows.stride : 0;
         high += more ? rows.stride : 0;
-        scale += more ? stride : 0;
-        zero += more ? stride : 0;
     }
 }
 
 #define WIDEN(field, every) \
-    static void amx_widen_bf16_##field##_##every(const struct amx_job *job, int64_t n, int64_t chunk, char *out) { \
-        amx_widen_bf16(job, n, chunk, out, field, every); \
+    static void amx_widen_bf16_##field##_##every(const struct amx_job *job, const float *scale, int64_t n, int64_t chunk, \
+                                                 char *out) { \
+        amx_widen_bf16(job, scale, n, chunk, out, field, every); \
     }
 WIDEN(2, 1) WIDEN(2, 2) WIDEN(2, 4) WIDEN(3, 1) WIDEN(3, 2) WIDEN(3, 4)
 WIDEN(4, 1) WIDEN(4, 2) WIDEN(4, 4) WIDEN(8, 1) WIDEN(8, 2) WIDEN(8, 4)
 #undef WIDEN
 
 static int amx_linear_bf16(const struct lowbit_call *c) {
-    typedef void (*widen)(const struct amx_job *, int64_t, int64_t, char *);
+    typedef void (*widen)(const struct amx_job *, const float *, int64_t, int64_t, char *);
     static const widen table[4][3] = {
         {amx_widen_bf16_2_1, amx_widen_bf16_2_2, amx_widen_bf16_2_4},
         {amx_widen_bf16_3_1, amx_widen_bf16_3_2, amx_widen_bf16_3_4},

@@ -4,6 +4,11 @@
  * Eight bits with zero points subtract z times the sum of x later, as panel.h does.
  */
 
+/* which of 32 adjacent codes stands at place i: those of the first field of each byte, then of the second, ... */
+INLINE int place_of_byte(int field, int i) {
+    return field == 8 ? i : field == 4 ? i % 16 * 2 + i / 16 : i % 8 * 4 + i / 8;
+}
+
 static void amx_prepare_int8(void *argument, int64_t begin, int64_t end) {
     struct amx_job *job = argument;
     const struct lowbit_problem *p = job->c->p;
@@ -11,7 +16,7 @@ static void amx_prepare_int8(void *argument, int64_t begin, int64_t end) {
     float *x = scratch(round_up(p->columns * 4, 64) + size * TILE_ROWS);
     if (!x) { job->failed = 1; return; }
     int8_t *codes = (int8_t *)x + round_up(p->columns * 4, 64), places[64];
-    for (int i = 0; i < 64; i++) places[i] = (int8_t)(i / 32 * 32 + place_of((int)p->field, i % 32));
+    for (int i = 0; i < 64; i++) places[i] = (int8_t)(i / 32 * 32 + place_of_byte((int)p->field, i % 32));
     vi order = load(places);
     for (int64_t tile = begin; tile < end; tile++) {
         for (int64_t r = 0; r < TILE_ROWS; r++) {
@@ -39,7 +44,7 @@ static void amx_prepare_int8(void *argument, int64_t begin, int64_t end) {
     free(x);
 }
 
-/* 64 fields from `low` (and `high`, the third bits), in the order of `place_of`; bytes outside the parts count as zero */
+/* 64 fields from `low` (and `high`, the third bits), in the order of `place_of_byte`; bytes outside the parts count as zero */
 INLINE vi amx_fields(int field, const uint8_t *low, part low_part, const uint8_t *high, part high_part) {
     if (field == 8) return load_part(low, low_part);
     if (field == 4) {
@@ -98,7 +103,8 @@ INLINE void amx_widen(const struct amx_job *job, int64_t n, int64_t chunk, char 
 }
 
 #define WIDEN(field, shifted) \
-    static void amx_widen_##field##_##shifted(const struct amx_job *job, int64_t n, int64_t chunk, char *out) { \
+    static void amx_widen_##field##_##shifted(const struct amx_job *job, const float *scale, int64_t n, int64_t chunk, char *out) { \
+        (void)scale; \
         amx_widen(job, n, chunk, out, field, shifted); \
     }
 WIDEN(2, 0) WIDEN(2, 1) WIDEN(3, 0) WIDEN(3, 1) WIDEN(4, 0) WIDEN(4, 1) WIDEN(8, 0)

@@ -54,10 +54,10 @@ INLINE void amx_pass(const struct amx_job *job, char *panel, const float *scale,
     if (grouped) for (int i = 0; i < MT * PASS_ROWS; i++) store_f(y + i * LANES, zero_f());
     CLEAR(0, 1);
     CLEAR(2, 3);
-    if (first) job->widen(job, n, 0, panel);
+    if (first) job->widen(job, scale, n, 0, panel);
     for (int64_t i = 0; i < chunks; i++) {
         int64_t next = i + 1, q = i * CHUNK_UNITS * 16, end = min64(q + CHUNK_UNITS * 16, quads);
-        if (first && next < chunks) job->widen(job, n, next, panel + (only ? next & 1 : next) * CHUNK_BYTES);
+        if (first && next < chunks) job->widen(job, scale, n, next, panel + (only ? next & 1 : next) * CHUNK_BYTES);
         written_before_tiles();
         const char *a = panel + (only ? i & 1 : i) * CHUNK_BYTES;
         for (; q < end; q += step, a += 4 * step) {

@@ -1,37 +1,28 @@
 /* 32 packed codes at a time become the indices of a table of bfloat16 numbers.
  *
- * Fields of one byte belong to neighbouring codes, and the cheapest way to separate them leaves them in another order: code
- * `place_of(i)` stands at place i.
+ * The packed bytes are repeated, and shifted by the places of a field in 16 bits: each 16 bits then begin with another code.
+ * What is above its field, a table ignores. So the codes leave their order: code `place_of_word(i)` stands at place i.
  */
 
-/* which of 32 adjacent codes stands at place i: those of the first field of each byte, then of the second, ... */
-INLINE int place_of(int field, int i) {
-    return field == 8 ? i : field == 4 ? i % 16 * 2 + i / 16 : i % 8 * 4 + i / 8;
+INLINE int place_of_word(int field, int i) {
+    return field == 8 ? i : field == 4 ? i % 8 * 4 + i / 8 : i % 4 * 8 + i / 4;
 }
 
-/* the packed bytes of 32 codes, as often as fields of one byte lie apart */
-INLINE vi packed_bytes(int field, const uint8_t *low) {
-    if (field == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)low));
+/* `low`: 16 bytes at 4 bits, 8 of the low plane below; `third`: 32 third bits */
+INLINE vi code_index(int field, const uint8_t *low, uint32_t third) {
+    if (field == 4) {
+        vi bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)low));
+        return _mm512_srlv_epi64(bytes, _mm512_setr_epi64(0, 0, 4, 4, 8, 8, 12, 12));
+    }
     int64_t bytes;
     memcpy(&bytes, low, 8);
-    return _mm512_set1_epi64(bytes);
-}
-/* 32 codes in the order of `place_of`, each in the low bits of 16; what is above its field, a table ignores */
-INLINE vi code_index(int field, vi bytes, uint32_t third) {
-    vi lower = _mm512_set_epi64(0xff0fff0eff0dff0c, 0xff0bff0aff09ff08, 0xff07ff06ff05ff04, 0xff03ff02ff01ff00,
-                                0xff0fff0eff0dff0c, 0xff0bff0aff09ff08, 0xff07ff06ff05ff04, 0xff03ff02ff01ff00);
-    if (field == 4) {
-        vi words = _mm512_shuffle_epi8(bytes, lower);
-        return _mm512_srlv_epi64(words, _mm512_setr_epi64(0, 0, 0, 0, 4, 4, 4, 4));
-    }
-    vi words = _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(_mm512_castsi512_si128(lower)));
-    vi two = _mm512_srlv_epi64(words, _mm512_setr_epi64(0, 0, 2, 2, 4, 4, 6, 6));
+    vi two = _mm512_srlv_epi64(_mm512_set1_epi64(bytes), _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14));
     if (field == 2) return two;
-    /* brings the bit of code 4 j + p to bit 2 of word 8 p + j */
-    vi first = _mm512_broadcast_i32x4(_mm_setr_epi16(62, 2, 6, 10, 14, 18, 22, 26));
-    vi phase = _mm512_setr_epi32(0, 0, 0, 0, 0x10001, 0x10001, 0x10001, 0x10001,
-                                 0x20002, 0x20002, 0x20002, 0x20002, 0x30003, 0x30003, 0x30003, 0x30003);
-    vi control = and_i(_mm512_add_epi16(first, phase), _mm512_set1_epi16(63));
+    /* brings the bit of code 8 j + i to bit 2 of word 4 i + j */
+    vi first = _mm512_set1_epi64(0x0016000e0006003e), all = _mm512_set1_epi64(0x0001000100010001);
+    vi control = _mm512_add_epi16(first, _mm512_mullo_epi16(all, _mm512_setr_epi64(0, 0x0001000100010001, 0x0002000200020002,
+        0x0003000300030003, 0x0004000400040004, 0x0005000500050005, 0x0006000600060006, 0x0007000700070007)));
+    control = and_i(control, _mm512_set1_epi16(63));
     vi bits = _mm512_multishift_epi64_epi8(control, _mm512_set1_epi64(third));
     return _mm512_ternarylogic_epi32(_mm512_set1_epi16(4), bits, two, 0xca);
 }
