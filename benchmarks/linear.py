@@ -48,11 +48,12 @@ LEAST, MOST = 7, 200
 
 
 def tiers() -> list[str]:
-    """The C kernels that this processor runs, the fastest first; the portable one last."""
+    """The kernels of this processor: those in C, the fastest first, and the one that needs torch alone."""
     loaded = library.load()
     if loaded.handle is None:
-        raise SystemExit(f"There is no C library to measure: {loaded.reason}.")
-    return [name for name, (_, _, needed) in TIERS.items() if loaded.features & needed == needed]
+        print(f"There is no C library to measure: {loaded.reason}.")
+        return ["torch-native"]
+    return [*(n for n, (_, _, needed) in TIERS.items() if loaded.features & needed == needed), "torch-native"]
 
 
 def packed_ring(bits, group, shape, count):
