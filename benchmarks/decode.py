@@ -27,14 +27,18 @@ class Clock(BaseStreamer):
     def end(self) -> None:
         pass
 
+    def prefill(self) -> float:
+        """Seconds from the prompt to the first token."""
+        return self.times[1] - self.times[0]
+
     def steps(self, skip: int = 2) -> list[float]:
         """Seconds between tokens, without the prompt and the first steps, which allocate."""
         tokens = self.times[1 + skip :]
         return [later - earlier for earlier, later in zip(tokens, tokens[1:], strict=False)]
 
 
-def median_step(model, prompt: Tensor, steps: int) -> float:
-    """Seconds of the median decode step after `prompt` [1, T]."""
+def timed(model, prompt: Tensor, steps: int) -> Clock:
+    """One `generate` after `prompt` [1, T]; `Clock.steps` has `steps` entries."""
     clock = Clock()
     length = steps + 3
     prompt = prompt.to(model.device)
@@ -47,7 +51,12 @@ def median_step(model, prompt: Tensor, steps: int) -> float:
         max_new_tokens=length,
         streamer=clock,
     )
-    return statistics.median(clock.steps())
+    return clock
+
+
+def median_step(model, prompt: Tensor, steps: int) -> float:
+    """Seconds of the median decode step after `prompt` [1, T]."""
+    return statistics.median(timed(model, prompt, steps).steps())
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,11 @@ def compare(before, after, prompt: Tensor, turns: int = 9, steps: int = 10) -> C
     for model in (before, after):
         # kernels are chosen and caches filled before anything counts
         median_step(model.eval(), prompt, 2)
-    medians = [[median_step(model, prompt, steps) for model in (before, after)] for _ in range(turns)]
+    return comparison([[median_step(model, prompt, steps) for model in (before, after)] for _ in range(turns)])
+
+
+def comparison(medians: list[list[float]], tokens: int = 1) -> Comparison:
+    """Of the seconds of both models in each turn, for `tokens` tokens."""
     ratios = [dense / lowbit for dense, lowbit in medians]
     dense, lowbit = (statistics.median(column) for column in zip(*medians, strict=True))
-    return Comparison(1 / dense, 1 / lowbit, statistics.median(ratios), min(ratios), max(ratios))
+    return Comparison(tokens / dense, tokens / lowbit, statistics.median(ratios), min(ratios), max(ratios))

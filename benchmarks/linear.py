@@ -6,8 +6,9 @@ Weights stand in a ring larger than the caches, so that each call reads its weig
 ring of R matrices, call i uses matrix i mod R. Calls of all candidates alternate; a disturbance hits all alike. The
 time is that of `functional.linear`, what a layer calls, Python included.
 
-Candidates: every scheme below on every tier of this processor, forced one by one. The dense references are bfloat16
-and float32. A run on a busy machine is not recorded: see `record.is_quiet`.
+Candidates: every scheme below on every tier of this processor, forced one by one; with `--peers` the layers of other
+libraries too, in the same loop (`peers/products.py`). The dense references are bfloat16 and float32. A run on a busy
+machine is not recorded: see `record.is_quiet`.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import hf_lowbit.kernels  # noqa: F401
+from benchmarks.peers import products
 from benchmarks.record import Record, is_quiet, stream_gb_per_s, watch
 from hf_lowbit.functional.dispatch import use_kernel
 from hf_lowbit.functional.grid import grid_of, group_count
@@ -48,11 +50,12 @@ LEAST, MOST = 7, 200
 
 
 def tiers() -> list[str]:
-    """The C kernels that this processor runs, the fastest first; the portable one last."""
+    """The kernels of this processor: those in C, the fastest first, and the one that needs torch alone."""
     loaded = library.load()
     if loaded.handle is None:
-        raise SystemExit(f"There is no C library to measure: {loaded.reason}.")
-    return [name for name, (_, _, needed) in TIERS.items() if loaded.features & needed == needed]
+        print(f"There is no C library to measure: {loaded.reason}.")
+        return ["torch-native"]
+    return [*(n for n, (_, _, needed) in TIERS.items() if loaded.features & needed == needed), "torch-native"]
 
 
 def packed_ring(bits, group, shape, count):
@@ -99,14 +102,19 @@ def medians(functions, x) -> dict[str, float]:
     return {name: statistics.median(seconds) for name, seconds in spent.items()}
 
 
-def measure(record, tier, shape, parameters):
+def measure(record, tier, shape, parameters, others=None):
+    """`others(shape, count)` gives further candidates, and why some are left out."""
     count = max(1, round(parameters / (shape[0] * shape[1])))
     functions = None
     for rows in ROWS:
         key = f"{tier} {shape[0]}x{shape[1]} M={rows}"
         if key in record.rows:
             continue
-        functions = functions or candidates(shape, tier, count)
+        if functions is None:
+            functions, left_out = candidates(shape, tier, count), {}
+            if others is not None:
+                further, left_out = others(shape, count)
+                functions |= further
         with watch() as spent:
             stream = stream_gb_per_s()
             seconds = medians(functions, torch.randn(rows, shape[1]).bfloat16())
@@ -116,7 +124,8 @@ def measure(record, tier, shape, parameters):
         figures = {
             name: {"us": round(s * 1e6, 1), "ratio": round(seconds["bf16"] / s, 2)} for name, s in seconds.items()
         }
-        record.add(key, {"stream": round(stream, 1), "others": round(spent.others or 0.0, 2), "products": figures})
+        quiet = {"stream": round(stream, 1), "others": round(spent.others or 0.0, 2)}
+        record.add(key, {**quiet, "products": figures, "left_out": left_out})
         print(key, " ".join(f"{name}: {f['ratio']}" for name, f in figures.items()), flush=True)
 
 
@@ -124,13 +133,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--restart", action="store_true", help="forget earlier results")
     parser.add_argument("--tier", action="append", help="only these tiers")
+    parser.add_argument("--peers", action="store_true", help="time other libraries' layers beside the first tier")
     parser.add_argument("--minutes", type=float, default=20.0, help="stop after so long; run again to continue")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     protocol = {"shapes": SHAPES, "rows": ROWS, "schemes": SCHEMES, "parameters": PARAMETERS, "threads": 1}
-    record = Record("linear", protocol, arguments.restart)
+    # rows with peers are rows of their own: another loop
+    record = Record("linear-peers" if arguments.peers else "linear", protocol, arguments.restart)
     chosen = arguments.tier or [name for name in tiers() if name != "cpu-portable"]
+    chosen = chosen[:1] if arguments.peers else chosen
+    others = products.candidates if arguments.peers else None
     print(f"{len(chosen)} tiers, {len(SHAPES)} shapes, {len(ROWS)} row counts: about "
           f"{len(chosen) * len(SHAPES) * len(ROWS) * (BUDGET + 3) / 60:.0f} minutes.", flush=True)  # fmt: skip
     until = time.perf_counter() + arguments.minutes * 60
@@ -139,7 +152,7 @@ def main() -> int:
             if time.perf_counter() > until:
                 print("Time is up; run this again to continue.")
                 return 0
-            measure(record, tier, shape, PARAMETERS)
+            measure(record, tier, shape, PARAMETERS, others)
     return 0
 
 

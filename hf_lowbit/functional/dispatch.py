@@ -13,13 +13,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 ENVIRONMENT_VARIABLE = "HF_LOWBIT_KERNEL"
+# shapes come and go with the length of the prompt; a bound keeps the table small
+MOST_CHOICES = 4096
 
 
 class Problem(NamedTuple):
@@ -46,12 +48,16 @@ class Kernel(NamedTuple):
 
     `run(x, weight, scale, zero_point, bias, problem)` gets x [M, K] (any strides), weight int8 [N, R] contiguous,
     scale and zero_point [N, G], [N, 1] or [1, 1], bias [N] in x's dtype or None, and returns [M, N] in x's dtype.
+    `remark(problem)` may add to the reason what a user should know, such as memory that speed costs. A kernel that
+    `takes_stored` weights gets them as they are stored, [N, R] or [1, N, R]: a view costs as much as its choice.
     """
 
     name: str
     rank: int
     refuse: Callable[[Problem], str | None]
     run: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Problem], Tensor]
+    remark: Callable[[Problem], str | None] = lambda problem: None
+    takes_stored: bool = False
 
 
 class Choice(NamedTuple):
@@ -63,7 +69,8 @@ class Choice(NamedTuple):
 
 _kernels: list[Kernel] = []
 _forced: ContextVar[str | None] = ContextVar("hf_lowbit_forced_kernel", default=None)
-_choices: dict[tuple[Problem, str | None], Choice] = {}
+# the key is a problem, or what `choose_for` was given, and the forced kernel
+_choices: dict[tuple, Any] = {}
 
 
 def register_kernel(kernel: Kernel) -> None:
@@ -94,11 +101,25 @@ def choose(problem: Problem) -> Choice:
     key = (problem, forced)
     choice = _choices.get(key)
     if choice is None:
-        # shapes come and go with the length of the prompt; a bound keeps the table small
-        if len(_choices) > 4096:
+        if len(_choices) > MOST_CHOICES:
             _choices.clear()
         choice = _choices[key] = _choose(problem, forced)
     return choice
+
+
+def chosen(call: tuple) -> tuple[Kernel, Problem] | None:
+    """What `remember` noted for `call` under the kernel that is forced now, or None.
+
+    Building and hashing a `Problem` costs as much as a small product; `call` is a cheaper key that determines it.
+    """
+    return _choices.get((call, _forced.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None))
+
+
+def remember(call: tuple, kernel: Kernel, problem: Problem) -> None:
+    """Note the kernel that `choose` gave for a problem, for `chosen(call)`."""
+    if len(_choices) > MOST_CHOICES:
+        _choices.clear()
+    _choices[call, _forced.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None] = kernel, problem
 
 
 def _choose(problem: Problem, forced: str | None) -> Choice:
@@ -110,14 +131,19 @@ def _choose(problem: Problem, forced: str | None) -> Choice:
                 f"kernel {forced!r} was forced but can't run {problem}: {refusal}. Remove {ENVIRONMENT_VARIABLE} or "
                 "the `use_kernel` block to let the library choose."
             )
-        return Choice(kernel, "forced")
+        return _choice(kernel, problem, ["forced"])
     reasons = []
     for kernel in _kernels:
         refusal = kernel.refuse(problem)
         if refusal is None:
-            return Choice(kernel, "; ".join(reasons) if reasons else "preferred")
+            return _choice(kernel, problem, reasons or ["preferred"])
         reasons.append(f"not {kernel.name}: {refusal}")
     raise RuntimeError(f"no kernel takes {problem}: {'; '.join(reasons)}")
+
+
+def _choice(kernel: Kernel, problem: Problem, reasons: list[str]) -> Choice:
+    remark = kernel.remark(problem)
+    return Choice(kernel, "; ".join(reasons if remark is None else [*reasons, remark]))
 
 
 def _check(name: str) -> str:

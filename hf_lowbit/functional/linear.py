@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import Kernel, Problem, choose, register_kernel
+from .dispatch import Kernel, Problem, choose, chosen, register_kernel, remember
 from .grid import TERNARY, dequantize, expand_groups, grid_of
 from .packing import unpack
 
@@ -53,36 +53,50 @@ def linear(
 
     Under autocast x takes autocast's dtype first, as it does in torch's linear.
     """
-    device = x.device.type
+    device = "cpu" if x.is_cpu else x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         # float64 is left alone, as torch does; inside, autocast would round what kernels hold in float32
         x = x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             return linear(x, weight, scale, zero_point, bias, bits, in_features, group_size, int8_activations)
-    weight = weight.view(weight.shape[-2], weight.shape[-1])
-    rows = x.reshape(-1, x.shape[-1])
+    shape = x.shape
+    rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    stored = weight.shape
     if bias is not None and bias.dtype != x.dtype:
         # under autocast, and where a model keeps its biases in float32
         bias = bias.to(x.dtype)
     if type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # nothing to record or trace: skip the operator's dispatch, which costs as much as a small product
-        problem = problem_of(rows, weight, scale, zero_point, bits, in_features, group_size or 0, int8_activations)
-        y = choose(problem).kernel.run(rows, weight, scale, zero_point, bias, problem)
+        call = (
+            bits, in_features, group_size, int8_activations, shape, x.dtype, device, stored[-2], scale.numel() == 1,
+            zero_point is None,
+        )  # fmt: skip
+        kernel, problem = chosen(call) or (None, None)
+        if problem is None or not kernel.takes_stored:
+            weight = weight.view(stored[-2], stored[-1])
+        if problem is None:
+            problem = problem_of(rows, weight, scale, zero_point, bits, in_features, group_size or 0, int8_activations)
+            kernel = choose(problem).kernel
+            remember(call, kernel, problem)
+        y = kernel.run(rows, weight, scale, zero_point, bias, problem)
     else:
         y = torch.ops.hf_lowbit.linear(
-            rows, weight, scale, zero_point, bias, _FIELD[bits], in_features, group_size or 0, int8_activations
-        )
-    return y.view(*x.shape[:-1], y.shape[-1])
+            rows, weight.view(stored[-2], stored[-1]), scale, zero_point, bias,
+            _FIELD[bits], in_features, group_size or 0, int8_activations,
+        )  # fmt: skip
+    return y if len(shape) == 2 else y.view(*shape[:-1], stored[-2])
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """Per-token int8: codes int8 [M, K] and t float32 [M, 1], with x = t * codes up to rounding."""
     x = x.to(torch.float32)
     largest = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
-    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
-    # a NaN has no code; the row's t is NaN or infinite and decides the output
-    codes = torch.nan_to_num(x * inverse, nan=0.0, posinf=0.0, neginf=0.0).round_().clamp_(-127, 127)
-    return codes.to(torch.int8), torch.where(torch.isfinite(largest), largest / 127.0, torch.nan)
+    # a row of zeros has the codes 0, and so has one whose inverse overflows
+    inverse = largest.reciprocal().mul_(127.0).nan_to_num_(nan=0.0, posinf=0.0)
+    # a NaN has no code; the row's t is NaN and decides the output
+    codes = (x * inverse).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).round_()
+    # largest - largest is 0, but NaN where largest is infinite
+    return codes.to(torch.int8), largest.div(127.0).add_(largest - largest)
 
 
 def reference_linear(

@@ -105,7 +105,7 @@ class LowBitExperts(LowBitModule):
         return linear(
             x, parameters[name][expert], parameters[f"{name}_scale"][expert],
             None if zero_point is None else zero_point[expert], None if bias is None else bias[expert],
-            packed.scheme.bits, packed.in_features, packed.scheme.block, packed.scheme.activations == "int8",
+            *packed.product,
         )  # fmt: skip
 
 

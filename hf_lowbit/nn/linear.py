@@ -12,10 +12,9 @@ from .packed import LowBitModule
 def packed_linear(module: LowBitModule, x: Tensor) -> Tensor:
     """x [..., K] -> [..., N] with the module's packed `weight`."""
     parameters = module._parameters
-    packed = module.lowbit["weight"]
     return linear(
         x, parameters["weight"], parameters["weight_scale"], parameters["weight_zero_point"], parameters["bias"],
-        packed.scheme.bits, packed.in_features, packed.scheme.block, packed.scheme.activations == "int8",
+        *module.lowbit["weight"].product,
     )  # fmt: skip
 
 

@@ -24,11 +24,17 @@ class PackedWeight:
     """How one parameter of a module is packed.
 
     `shape` is the dense shape as the model defines it: [N, K], [K, N] (`transposed`), or with a leading E for experts.
+    `product` are the arguments of `functional.linear.linear` after the bias, which every call of a layer needs.
     """
 
     scheme: Scheme
     shape: tuple[int, ...]
     transposed: bool = False
+
+    def __post_init__(self):
+        scheme = self.scheme
+        product = scheme.bits, self.in_features, scheme.block, scheme.activations == "int8"
+        object.__setattr__(self, "product", product)
 
     @property
     def out_features(self) -> int:

@@ -1,22 +1,18 @@
-"""The torch-only tier against the reference, and the life of the copies it keeps."""
+"""The torch-only tier against the reference: every way to the product, with and without room for copies."""
 
-import copy
-import gc
-import io
 import itertools
-import pickle
 import sys
-import threading
 
 import pytest
 import torch
 
 from hf_lowbit.functional.dispatch import choose, use_kernel
-from hf_lowbit.functional.grid import BITS, TERNARY, dequantize, grid_of, group_count
-from hf_lowbit.functional.linear import linear, problem_of, reference_linear
+from hf_lowbit.functional.grid import BITS, dequantize, grid_of
+from hf_lowbit.functional.linear import linear, quantize_activations, reference_linear
 from hf_lowbit.functional.packing import pack, unpack
 from hf_lowbit.kernels import torch_native
-from hf_lowbit.kernels.torch_native import blocks, copies, int4, integers
+from hf_lowbit.kernels.torch_native import activations, blocks, copies, int4, integers
+from tests.kernels.native_layers import make, problem_for
 
 
 # relative to sum |w| |x| + |bias|: two roundings to the dtype, of W or an unscaled sum, then of the result; a folded
@@ -43,27 +39,6 @@ def one_thread_and_seed():
     torch.set_num_threads(threads)
 
 
-def make(bits, group_size, asymmetric, shape, seed=0):
-    """Arguments of `linear` after x: weight, scale, zero_point, bias=None, bits, in_features, group_size."""
-    rows, width = shape
-    generator = torch.Generator().manual_seed(seed)
-    grid = grid_of(bits)
-    size = group_size if isinstance(group_size, int) else None
-    scales = (1, 1) if group_size == "tensor" else (rows, group_count(width, size))
-    codes = torch.randint(grid.qmin, grid.qmax + 1, shape, dtype=torch.int8, generator=generator)
-    scale = torch.rand(scales, generator=generator) * 0.1 + 0.01
-    zero_point = torch.randint(grid.qmin // 2, grid.qmax // 2 + 1, scales, dtype=torch.int8, generator=generator)
-    return (
-        pack(codes, grid).unsqueeze(0), scale.to(torch.bfloat16) if size else scale,
-        zero_point if asymmetric else None, None, bits, width, size,
-    )  # fmt: skip
-
-
-def problem_for(x, layer, int8_activations=False):
-    weight, scale, zero_point, _, bits, width, size = layer
-    return problem_of(x, weight[0], scale, zero_point, bits, width, size or 0, int8_activations)
-
-
 def check(x, layer, int8_activations=False, bias=None):
     weight, scale, zero_point, _, bits, width, size = layer
     problem = problem_for(x, layer, int8_activations)
@@ -74,9 +49,9 @@ def check(x, layer, int8_activations=False, bias=None):
     codes = unpack(weight[0], grid_of(bits), width)
     absolute = dequantize(codes, scale, zero_point, size, torch.float64).abs()
     size_of_terms = exact.abs() @ absolute.t() + (0 if bias is None else wide.abs())
-    # the first call has no copy, the second makes it, the third uses it
-    for _ in range(3):
-        y = torch_native.run(x, weight[0], scale, zero_point, bias, problem)
+    # the first call makes the copy, the second uses it, with the weight as layers store it
+    for stored in (weight[0], weight):
+        y = torch_native.run(x, stored, scale, zero_point, bias, problem)
         assert y.dtype == x.dtype and y.shape == expected.shape and y.is_contiguous()
         # results below the smallest normal number are multiples of the smallest subnormal one
         error = (y.to(torch.float64) - expected).abs() - torch.finfo(x.dtype).smallest_normal * torch.finfo(
@@ -109,12 +84,45 @@ def test_int8_activations_agree_with_the_reference(bits, group_size, asymmetric,
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("asymmetric", [False, True], ids=["symmetric", "zero-point"])
 def test_integer_sums_equal_the_reference(bits, asymmetric):
-    layer = make(bits, None, asymmetric, (40, 300))
-    for rows in (1, 2, 5, 17, 64):
-        x = torch.randn(rows, 300)
-        arguments = (x, layer[0][0], *layer[1:4], problem_for(x, layer, int8_activations=True))
-        for _ in range(3):
-            assert torch.equal(torch_native.run(*arguments), reference_linear(*arguments))
+    # the second is multiplied in the order of torch's matrix library, in parts
+    for shape in ((40, 300), (512, 577)):
+        layer, bias = make(bits, None, asymmetric, shape), torch.randn(shape[0])
+        for rows in (1, 2, 5, 17, 64):
+            x = torch.randn(rows, shape[1])
+            arguments = (x, layer[0][0], *layer[1:3], bias, problem_for(x, layer, int8_activations=True))
+            for _ in range(2):
+                assert torch.equal(torch_native.run(*arguments), reference_linear(*arguments))
+
+
+@pytest.mark.parametrize("bits, group_size, asymmetric", SCHEMES)
+@pytest.mark.parametrize("int8_activations", [False, True], ids=["float", "int8"])
+def test_agrees_without_room_for_copies(bits, group_size, asymmetric, int8_activations, monkeypatch):
+    monkeypatch.setenv(copies.REPACK_VARIABLE, "0")
+    held = copies.held_bytes()
+    for rows, dtype in itertools.product((1, 5, 64), TOLERANCE):
+        layer = make(bits, group_size, asymmetric, (33, 101))
+        check(torch.randn(rows, 101).to(dtype), layer, int8_activations)
+    assert copies.held_bytes() == held
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 5, 1000], ids=str)
+def test_tokens_are_rounded_as_in_the_definition(dtype, size, monkeypatch):
+    """Also where the scale overflows, is zero or is no number, and where rows are taken in parts."""
+    monkeypatch.setattr(activations, "SMALL", 100)
+    monkeypatch.setattr(activations, "PART", 2 * max(size, 1))
+    for exponent, rows in itertools.product((-45, -38, -30, 0, 3, 38), (0, 1, 7)):
+        x = (torch.randn(rows, size) * 10.0**exponent).to(dtype)
+        for row, value in zip(range(rows) if size else (), (float("inf"), 0.0, float("nan")), strict=False):
+            x[row, 0] = value
+        codes, t = quantize_activations(x)
+        found, scale = activations.quantize_tokens(x)
+        scale = torch.as_tensor(scale, dtype=torch.float32).expand_as(t)
+        finite = torch.isfinite(t)
+        assert torch.equal(finite, torch.isfinite(scale)) and torch.equal(t[finite], scale[finite])
+        assert torch.equal(codes[finite.view(-1)], found[finite.view(-1)])
+        rounded = activations.round_tokens(x, torch.float32)[finite.view(-1)]
+        assert torch.equal(rounded, (codes * t)[finite.view(-1)])
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 7), (16, 2), (17, 1100), (530, 67), (4, 0), (0, 32)], ids=str)
@@ -191,108 +199,3 @@ def test_can_be_forced():
         assert choose(problem_for(torch.empty(1, 32), layer)).kernel.name == "torch-native"
         with pytest.raises(ValueError, match="float64"):
             linear(torch.randn(1, 32, dtype=torch.float64), *layer)
-
-
-def warm(layer, rows=1):
-    """Two calls of `linear`: the second makes the copy."""
-    x = torch.ones(rows, layer[5]).to(torch.bfloat16)
-    with torch.no_grad(), use_kernel("torch-native"):
-        linear(x, *layer)
-        return linear(x, *layer)
-
-
-@needs_int4
-def test_a_changed_weight_scale_or_zero_point_is_seen():
-    weight, scale, zero_point, *rest = make(3, 32, True, (16, 64))
-    other = make(3, 32, True, (16, 64), seed=1)
-    expected = reference_of(other)
-    warm((weight, scale, zero_point, *rest))
-    for tensor, new in zip((weight, scale, zero_point), other[:3], strict=True):
-        tensor.copy_(new)
-        changed = (weight, scale, zero_point, *rest)
-        torch.testing.assert_close(warm(changed), reference_of(changed), rtol=2**-6, atol=2**-6)
-    torch.testing.assert_close(warm((weight, scale, zero_point, *rest)), expected, rtol=2**-6, atol=2**-6)
-
-
-@needs_int4
-def test_new_scales_at_an_old_address_are_seen():
-    weight, scale, _, *rest = make(4, 32, False, (16, 64))
-    for factor in (1, 2, 3, 4):
-        layer = (weight, scale * factor, None, *rest)
-        torch.testing.assert_close(warm(layer), reference_of(layer), rtol=2**-6, atol=2**-6)
-        del layer
-
-
-def reference_of(layer):
-    x = torch.ones(1, layer[5]).to(torch.bfloat16)
-    return reference_linear(x, layer[0][0], *layer[1:4], problem_for(x, layer))
-
-
-@needs_int4
-def test_copies_die_with_the_weight():
-    gc.collect()
-    before = copies.held_bytes()
-    layer = make(4, 32, False, (64, 64))
-    warm(layer)
-    # the codes again, and two bfloat16 a group
-    assert copies.held_bytes() - before == 64 * 32 + 64 * 2 * 4
-    del layer
-    gc.collect()
-    assert copies.held_bytes() == before
-
-
-@needs_int4
-def test_deepcopy_and_pickle_leave_copies_behind():
-    parameter = torch.nn.Parameter(make(4, 32, False, (64, 64))[0], requires_grad=False)
-    _, *rest = make(4, 32, False, (64, 64))
-    file, size = io.BytesIO(), len(pickle.dumps(parameter))
-    y = warm((parameter, *rest))
-    assert len(pickle.dumps(parameter)) == size
-    torch.save(parameter, file)
-    file.seek(0)
-    held = copies.held_bytes()
-    twins = [copy.deepcopy(parameter), pickle.loads(pickle.dumps(parameter)), torch.load(file)]
-    assert copies.held_bytes() == held
-    for twin in twins:
-        assert torch.equal(warm((twin, *rest)), y)
-
-
-@needs_int4
-@pytest.mark.parametrize("limit", ["0", "100"])
-def test_copies_are_bounded(monkeypatch, limit):
-    monkeypatch.setenv(copies.REPACK_VARIABLE, limit)
-    gc.collect()
-    before = copies.held_bytes()
-    layer = make(4, 32, False, (64, 64))
-    torch.testing.assert_close(warm(layer), reference_of(layer), rtol=2**-6, atol=2**-6)
-    assert copies.held_bytes() == before
-    monkeypatch.setenv(copies.REPACK_VARIABLE, "much")
-    with pytest.raises(ValueError, match="much"):
-        copies.repack_limit()
-
-
-@needs_int4
-def test_tensors_of_inference_mode_work_without_copies():
-    with torch.inference_mode():
-        layer = make(4, 32, False, (64, 64))
-        before = copies.held_bytes()
-        torch.testing.assert_close(warm(layer), reference_of(layer), rtol=2**-6, atol=2**-6)
-    assert copies.held_bytes() == before
-    # and buffers first made there serve ordinary tensors afterwards
-    check(torch.randn(64, 64), make(4, 32, False, (64, 64)))
-
-
-def test_threads_do_not_share_blocks():
-    layers = [make(TERNARY, 32, False, (200, 96), seed) for seed in range(4)]
-    expected = [warm(layer, rows=64) for layer in layers]
-    failures = []
-
-    def work(layer, y):
-        failures.extend(1 for _ in range(30) if not torch.equal(warm(layer, rows=64), y))
-
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(layers, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures

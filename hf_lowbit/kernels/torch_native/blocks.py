@@ -32,12 +32,16 @@ _scratch = threading.local()
 
 
 class Layer(NamedTuple):
-    """What describes the weights of one call, as `Kernel.run` gets them."""
+    """What describes the weights of one call, as `Kernel.run` gets them; weight [N, R] or [1, N, R]."""
 
     weight: Tensor
     scale: Tensor
     zero_point: Tensor | None
     problem: Problem
+
+    def rows(self) -> Tensor:
+        """weight [N, R]."""
+        return self.weight.view(self.weight.shape[-2:])
 
 
 def block_linear(x: Tensor, layer: Layer, bias: Tensor | None) -> Tensor:
@@ -46,21 +50,16 @@ def block_linear(x: Tensor, layer: Layer, bias: Tensor | None) -> Tensor:
     # unscaled sums overflow float16, and 8-bit codes less their zero point an int8
     late = not problem.group_size and x.dtype != torch.float16 and (zero_point is None or problem.bits != 8)
     y = x.new_empty(x.shape[0], problem.out_features)
+    if not late:
+        for part, dense in dense_blocks(layer, x.dtype):
+            y[:, part] = F.linear(x, dense, None if bias is None else bias[part])
+        return y
     for part, codes in code_blocks(layer):
-        z = None if zero_point is None else rows_of(zero_point, part)
-        if late:
-            if z is not None:
-                # never the stored bytes: 8 bits with a zero point are not late
-                codes = codes.sub_(z)
-            y[:, part] = F.linear(x, scratch("dense", codes.shape, x.dtype, x.device).copy_(codes))
-            continue
-        exact = scratch("exact", codes.shape, torch.float32, x.device).copy_(codes)
-        if z is not None:
-            _each_group(exact, z.to(torch.float32), problem, Tensor.sub_)
-        _each_group(exact, rows_of(scale, part).to(torch.float32), problem, Tensor.mul_)
-        dense = exact if x.dtype == torch.float32 else scratch("dense", codes.shape, x.dtype, x.device).copy_(exact)
-        y[:, part] = F.linear(x, dense, None if bias is None else bias[part])
-    return finish(y, scale, bias, x.dtype) if late else y
+        if zero_point is not None:
+            # never the stored bytes: 8 bits with a zero point are not late
+            codes = codes.sub_(rows_of(zero_point, part))
+        y[:, part] = F.linear(x, scratch("dense", codes.shape, x.dtype, x.device).copy_(codes))
+    return finish(y, scale, bias, x.dtype)
 
 
 def finish(y: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -81,11 +80,24 @@ def rows_of(per_row: Tensor, part: slice) -> Tensor:
 
 def code_blocks(layer: Layer) -> Iterator[tuple[slice, Tensor]]:
     """Codes int8 [n, K] of blocks of rows, each valid until the next."""
-    weight, problem = layer.weight, layer.problem
+    weight, problem = layer.rows(), layer.problem
     step = max(1, BLOCK_WEIGHTS[problem.device] // max(problem.in_features, 1))
     for start in range(0, problem.out_features, step):
         part = slice(start, min(start + step, problem.out_features))
         yield part, unpack_fast(weight[part], problem)
+
+
+def dense_blocks(layer: Layer, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """W [n, K] in `dtype` of blocks of rows, each valid until the next."""
+    _, scale, zero_point, problem = layer
+    for part, codes in code_blocks(layer):
+        exact = scratch("exact", codes.shape, torch.float32, codes.device).copy_(codes)
+        if zero_point is not None:
+            _each_group(exact, rows_of(zero_point, part).to(torch.float32), problem, Tensor.sub_)
+        _each_group(exact, rows_of(scale, part).to(torch.float32), problem, Tensor.mul_)
+        if dtype != torch.float32:
+            exact = scratch("dense", codes.shape, dtype, codes.device).copy_(exact)
+        yield part, exact
 
 
 def unpack_fast(stored: Tensor, problem: Problem) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...functional.dispatch import Problem
 from .blocks import Layer, finish, rows_of, unpack_fast
 from .copies import copy_of
 
@@ -47,10 +48,10 @@ class Int4Operand(NamedTuple):
 
 def int4_linear(x: Tensor, layer: Layer, bias: Tensor | None) -> Tensor | None:
     """y = x W^T + bias in bfloat16, or None where there is no operand (yet)."""
-    operand = copy_of(layer, pack_int4)
+    problem = layer.problem
+    operand = copy_of(layer, pack_int4, _most_bytes(problem))
     if operand is None:
         return None
-    problem = layer.problem
     if operand.width != problem.in_features:
         x = F.pad(x, (0, operand.width - problem.in_features))
     x = torch.cat([x, x], dim=1) if problem.bits == 8 else x.contiguous()
@@ -60,6 +61,12 @@ def int4_linear(x: Tensor, layer: Layer, bias: Tensor | None) -> Tensor | None:
     if not problem.group_size:
         return finish(y, layer.scale, bias, x.dtype)
     return y if bias is None else (y + bias).to(x.dtype)
+
+
+def _most_bytes(problem: Problem) -> int:
+    """What the operand takes at most: groups of 32, padded."""
+    fields = (problem.out_features + ROW_MULTIPLE) * (problem.in_features + SIZES[0])
+    return fields * (2 if problem.bits == 8 else 1) * 5 // 8
 
 
 def pack_int4(layer: Layer) -> Int4Operand | None:
@@ -81,8 +88,8 @@ def pack_int4(layer: Layer) -> Int4Operand | None:
 
 
 def _pack_rows(layer: Layer, part: slice, size: int, count: int) -> tuple[Tensor, Tensor] | None:
-    weight, scale, zero_point, problem = layer
-    q = unpack_fast(weight[part], problem).to(torch.int32)
+    _, scale, zero_point, problem = layer
+    q = unpack_fast(layer.rows()[part], problem).to(torch.int32)
     rows, width = q.shape
     q = F.pad(q, (0, count * size - width))
     # which of our groups each of torch's belongs to
