@@ -20,6 +20,10 @@ from torch import Tensor
 
 
 ENVIRONMENT_VARIABLE = "HF_LOWBIT_KERNEL"
+# what `os.environ` wraps, where it has one: asking that for a key costs a twentieth
+_environment, _key = os.environ, ENVIRONMENT_VARIABLE
+if hasattr(os.environ, "_data") and hasattr(os.environ, "encodekey"):
+    _environment, _key = os.environ._data, os.environ.encodekey(ENVIRONMENT_VARIABLE)
 # shapes come and go with the length of the prompt; a bound keeps the table small
 MOST_CHOICES = 4096
 
@@ -49,7 +53,8 @@ class Kernel(NamedTuple):
     `run(x, weight, scale, zero_point, bias, problem)` gets x [M, K] (any strides), weight int8 [N, R] contiguous,
     scale and zero_point [N, G], [N, 1] or [1, 1], bias [N] in x's dtype or None, and returns [M, N] in x's dtype.
     `remark(problem)` may add to the reason what a user should know, such as memory that speed costs. A kernel that
-    `takes_stored` weights gets them as they are stored, [N, R] or [1, N, R]: a view costs as much as its choice.
+    `takes_stored` weights gets them as they are stored, [N, R] or [1, N, R]; one that `takes_batches` also gets x as
+    it is, [..., K], and returns [..., N]: a view costs as much as the choice.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Kernel(NamedTuple):
     run: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Problem], Tensor]
     remark: Callable[[Problem], str | None] = lambda problem: None
     takes_stored: bool = False
+    takes_batches: bool = False
 
 
 class Choice(NamedTuple):
@@ -97,7 +103,7 @@ def use_kernel(name: str) -> Iterator[None]:
 
 def choose(problem: Problem) -> Choice:
     """The kernel for a problem. Raises ValueError when a forced kernel does not exist or can't serve it."""
-    forced = _forced.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    forced = _force()
     key = (problem, forced)
     choice = _choices.get(key)
     if choice is None:
@@ -112,14 +118,18 @@ def chosen(call: tuple) -> tuple[Kernel, Problem] | None:
 
     Building and hashing a `Problem` costs as much as a small product; `call` is a cheaper key that determines it.
     """
-    return _choices.get((call, _forced.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None))
+    return _choices.get((call, _force()))
 
 
 def remember(call: tuple, kernel: Kernel, problem: Problem) -> None:
     """Note the kernel that `choose` gave for a problem, for `chosen(call)`."""
     if len(_choices) > MOST_CHOICES:
         _choices.clear()
-    _choices[call, _forced.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None] = kernel, problem
+    _choices[call, _force()] = kernel, problem
+
+
+def _force() -> str | None:
+    return _forced.get() or (os.environ.get(ENVIRONMENT_VARIABLE) if _key in _environment else None) or None
 
 
 def _choose(problem: Problem, forced: str | None) -> Choice:

@@ -59,9 +59,7 @@ def linear(
         x = x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             return linear(x, weight, scale, zero_point, bias, bits, in_features, group_size, int8_activations)
-    shape = x.shape
-    rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    stored = weight.shape
+    shape, stored = x.shape, weight.shape
     if bias is not None and bias.dtype != x.dtype:
         # under autocast, and where a model keeps its biases in float32
         bias = bias.to(x.dtype)
@@ -71,18 +69,22 @@ def linear(
             bits, in_features, group_size, int8_activations, shape, x.dtype, device, stored[-2], scale.numel() == 1,
             zero_point is None,
         )  # fmt: skip
-        kernel, problem = chosen(call) or (None, None)
-        if problem is None or not kernel.takes_stored:
-            weight = weight.view(stored[-2], stored[-1])
-        if problem is None:
-            problem = problem_of(rows, weight, scale, zero_point, bits, in_features, group_size or 0, int8_activations)
-            kernel = choose(problem).kernel
-            remember(call, kernel, problem)
-        y = kernel.run(rows, weight, scale, zero_point, bias, problem)
+        known = chosen(call)
+        if known is None:
+            rows, flat = x.reshape(-1, shape[-1]), weight.view(stored[-2], stored[-1])
+            problem = problem_of(rows, flat, scale, zero_point, bits, in_features, group_size or 0, int8_activations)
+            known = choose(problem).kernel, problem
+            remember(call, *known)
+        kernel, problem = known
+        if kernel.takes_batches:
+            return kernel.run(x, weight, scale, zero_point, bias, problem)
+        rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+        flat = weight if kernel.takes_stored else weight.view(stored[-2], stored[-1])
+        y = kernel.run(rows, flat, scale, zero_point, bias, problem)
     else:
         y = torch.ops.hf_lowbit.linear(
-            rows, weight.view(stored[-2], stored[-1]), scale, zero_point, bias,
-            _FIELD[bits], in_features, group_size or 0, int8_activations,
+            x if len(shape) == 2 else x.reshape(-1, shape[-1]), weight.view(stored[-2], stored[-1]), scale, zero_point,
+            bias, _FIELD[bits], in_features, group_size or 0, int8_activations,
         )  # fmt: skip
     return y if len(shape) == 2 else y.view(*shape[:-1], stored[-2])
 

@@ -101,22 +101,30 @@ def _linear(
     if made_for != scale.dtype:
         # scales of a dtype that no checkpoint has: correct before fast
         if scale.dtype != torch.float32 and scale.dtype != torch.bfloat16:
-            return reference_linear(x, weight, scale, zero_point, bias, problem)
+            rows, flat = x.reshape(-1, problem.in_features), weight.view(problem.out_features, -1)
+            y = reference_linear(rows, flat, scale, zero_point, bias, problem)
+            return y.view(*x.shape[:-1], problem.out_features)
         address = _describe(problem, scale.dtype)
-    if x.stride(1) != 1:
+    shape = x.shape
+    if len(shape) != 2:
         x = x.contiguous()
+        stride = problem.in_features
+    else:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        stride = x.stride(0)
     # named, so that a copy outlives the call
     scale = scale.contiguous()
     zero_point = None if zero_point is None else zero_point.contiguous()
     bias = None if bias is None else bias.contiguous()
-    y = torch.empty((problem.rows, problem.out_features), dtype=problem.dtype)
+    y = x.new_empty((*shape[:-1], problem.out_features))
     status = library.load().linear(
         address,
         tier,
         torch.get_num_threads(),
         problem.rows,
         x.data_ptr(),
-        x.stride(0),
+        stride,
         weight.data_ptr(),
         scale.data_ptr(),
         None if zero_point is None else zero_point.data_ptr(),
@@ -131,7 +139,7 @@ def _linear(
 
 def _kernel(name: str) -> Kernel:
     tier, rank, _ = TIERS[name]
-    return Kernel(name, rank, partial(refuse, name), partial(_linear, tier))
+    return Kernel(name, rank, partial(refuse, name), partial(_linear, tier), takes_batches=True)
 
 
 for _name in TIERS:
