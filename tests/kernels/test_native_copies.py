@@ -126,6 +126,7 @@ def test_the_report_says_what_is_kept(monkeypatch):
     layer = make(4, 32, False, (600, 64))
     reason = choose(problem_for(x, layer)).reason
     assert "16 bits a weight for prompts and 4 for tokens" in reason and copies.REPACK_VARIABLE in reason
+    assert "16 bits" in choose(problem_for(x, make(4, None, False, (600, 64)))).reason
     if integers.HAS_INTEGERS:
         assert "8 bits a weight" in choose(problem_for(x, make(2, None, False, (600, 64)), True)).reason
     assert choose(problem_for(x.float(), layer)).reason == "forced"

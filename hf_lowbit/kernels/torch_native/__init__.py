@@ -68,7 +68,7 @@ def remark(problem: Problem) -> str | None:
     """What speed costs in memory, for the report; None where nothing is kept."""
     if problem.device != "cpu" or repack_limit() == 0:
         return None
-    if _takes_integers(problem):
+    if problem.int8_activations and _takes_integers(problem):
         kept = None if problem.bits == 8 and not takes_order(problem) else "8 bits a weight"
     elif problem.dtype != torch.bfloat16:
         kept = None
