@@ -3,8 +3,8 @@
     ratio = median seconds of F.linear / median seconds of the low-bit product,   both in one interleaved loop
 
 Weights stand in a ring larger than the caches, so that each call reads its weights from memory, as a model does: a
-ring of R matrices, call i uses matrix i mod R. Calls of all candidates alternate; a disturbance hits all alike. The
-time is that of `functional.linear`, what a layer calls, Python included.
+ring of R matrices, call i uses matrix i mod R. Calls of all candidates alternate in random order; a disturbance hits
+all alike. The time is that of `functional.linear`, what a layer calls, Python included.
 
 Candidates: every scheme below on every tier of this processor, forced one by one; with `--peers` the layers of other
 libraries too, in the same loop (`peers/products.py`). The dense references are bfloat16 and float32. A run on a busy
@@ -12,6 +12,7 @@ machine is not recorded: see `record.is_quiet`.
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -67,7 +68,7 @@ def packed_ring(bits, group, shape, count):
     return [(weight.clone(), scale.clone()) for _ in range(count)]
 
 
-def candidates(shape, tier, count):
+def candidates(shape, count):
     """name -> function(x, i)."""
     dense = torch.randn(shape)
     rings = {"bf16": [dense.bfloat16() for _ in range(count)], "fp32": [dense.clone() for _ in range(count)]}
@@ -80,24 +81,26 @@ def candidates(shape, tier, count):
 
         def product(x, i, ring=ring, bits=bits, size=size, int8=int8):
             weight, scale = ring[i % count]
-            with use_kernel(tier):
-                return linear(x, weight, scale, None, None, bits, shape[1], size, int8)
+            return linear(x, weight, scale, None, None, bits, shape[1], size, int8)
 
         found[name] = product
     return found
 
 
 def medians(functions, x) -> dict[str, float]:
-    """Median seconds a call, all functions in turn."""
+    """Median seconds a call, all functions in each round, in an order of the round's own.
+
+    What ran before decides what is in the caches: the weights of a dense layer leave nothing of the code of the next.
+    """
     begin = time.perf_counter()
     for function in functions.values():
         function(x, 0)
     once = time.perf_counter() - begin
-    spent = {name: [] for name in functions}
+    spent, order = {name: [] for name in functions}, random.Random(0)
     for i in range(1, 1 + max(LEAST, min(MOST, int(BUDGET / once)))):
-        for name, function in functions.items():
+        for name in order.sample(list(functions), len(functions)):
             begin = time.perf_counter()
-            function(x, i)
+            functions[name](x, i)
             spent[name].append(time.perf_counter() - begin)
     return {name: statistics.median(seconds) for name, seconds in spent.items()}
 
@@ -111,11 +114,11 @@ def measure(record, tier, shape, parameters, others=None):
         if key in record.rows:
             continue
         if functions is None:
-            functions, left_out = candidates(shape, tier, count), {}
+            functions, left_out = candidates(shape, count), {}
             if others is not None:
                 further, left_out = others(shape, count)
                 functions |= further
-        with watch() as spent:
+        with watch() as spent, use_kernel(tier):
             stream = stream_gb_per_s()
             seconds = medians(functions, torch.randn(rows, shape[1]).bfloat16())
         if not is_quiet(spent.others, stream):

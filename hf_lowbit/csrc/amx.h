@@ -28,7 +28,9 @@
 #define CHUNK_UNITS 4
 #define CHUNK_BYTES (PASS_ROWS * CHUNK_UNITS * 64)
 /* chunks of weights fetched ahead, so that memory has time to answer */
-#define CHUNKS_AHEAD 3
+#define CHUNKS_AHEAD 6
+/* into the second cache: the first one holds x and the chunks */
+#define FETCH(p) __builtin_prefetch(p, 0, 2)
 
 struct amx_job {
     const struct lowbit_call *c;

@@ -50,8 +50,8 @@ INLINE void amx_widen_bf16(const struct amx_job *job, const float *scale, int64_
     vf codes = code_table(field == 8 ? 4 : field, (int32_t)p->offset), s = set_f(1.0f), z = zero_f();
     vi table = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(codes));
     for (int64_t r = 0; r < PASS_ROWS; r++, out += CHUNK_UNITS * 64) {
-        UNROLL for (int at = 0; at < CHUNK_UNITS * bytes; at += 64) __builtin_prefetch(low + ahead + at);
-        if (field == 3) __builtin_prefetch(high + high_ahead);
+        UNROLL for (int at = 0; at < CHUNK_UNITS * bytes; at += 64) FETCH(low + ahead + at);
+        if (field == 3) FETCH(high + high_ahead);
         UNROLL for (int i = 0; i < CHUNK_UNITS; i++) {
             if (whole < CHUNK_UNITS && i >= some) break;
             if (i % every == 0 && (grouped || shifted)) {

@@ -87,8 +87,8 @@ INLINE void amx_widen(const struct amx_job *job, int64_t n, int64_t chunk, char 
         store(out + (i) * 64, codes); \
     } while (0)
     for (int64_t r = 0; r < PASS_ROWS; r++, out += CHUNK_UNITS * 64) {
-        UNROLL for (int at = 0; at < CHUNK_UNITS * bytes; at += 64) __builtin_prefetch(low + ahead + at);
-        if (field == 3) __builtin_prefetch(high + high_ahead);
+        UNROLL for (int at = 0; at < CHUNK_UNITS * bytes; at += 64) FETCH(low + ahead + at);
+        if (field == 3) FETCH(high + high_ahead);
         if (whole == CHUNK_UNITS) { UNROLL for (int i = 0; i < CHUNK_UNITS; i++) UNIT_AT(i, ~0ull, 0xff); }
         else for (int64_t i = 0; i < some; i++) {
             part low_part = part_of(rows.low_bytes - (first + i) * bytes);

@@ -55,9 +55,13 @@ INLINE void amx_pass(const struct amx_job *job, char *panel, const float *scale,
     CLEAR(0, 1);
     CLEAR(2, 3);
     if (first) job->widen(job, scale, n, 0, panel);
+    /* the second pass has nothing to read from memory, so it fetches what the next rows of W will widen */
+    int64_t fetched = 0, packed = !first && tile % job->tiles_a_block == 2 ? PASS_ROWS * p->row_bytes : 0;
+    const uint8_t *next_rows = c->weight + (n + PASS_ROWS) * p->row_bytes;
     for (int64_t i = 0; i < chunks; i++) {
         int64_t next = i + 1, q = i * CHUNK_UNITS * 16, end = min64(q + CHUNK_UNITS * 16, quads);
         if (first && next < chunks) job->widen(job, scale, n, next, panel + (only ? next & 1 : next) * CHUNK_BYTES);
+        for (int64_t until = packed * next / chunks; fetched < until; fetched += 64) FETCH(next_rows + fetched);
         written_before_tiles();
         const char *a = panel + (only ? i & 1 : i) * CHUNK_BYTES;
         for (; q < end; q += step, a += 4 * step) {

@@ -20,7 +20,7 @@ def small_and_without_gradients(monkeypatch):
 
 
 def test_every_candidate_is_a_product():
-    functions = linear.candidates((32, 64), "cpu-portable", 2)
+    functions = linear.candidates((32, 64), 2)
     assert set(functions) == {"bf16", "fp32", *linear.SCHEMES}
     for name, function in functions.items():
         assert function(torch.randn(3, 64).bfloat16(), 1).shape == (3, 32), name
