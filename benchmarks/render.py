@@ -101,6 +101,29 @@ def shuffles_line(rows: dict) -> str:
     )
 
 
+def products_table(rows: dict) -> str:
+    """Speed of a product against bfloat16, for each kernel and scheme: worst shape to best, a column a number of rows."""
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for key, row in rows.items():
+        kernel, _, many = key.split()
+        for name, product in row["products"].items():
+            if name != "bf16":
+                ratios = found.setdefault((kernel if name != "fp32" else "torch", name), {})
+                ratios.setdefault(int(many.removeprefix("M=")), []).append(product["ratio"])
+    every = sorted({many for ratios in found.values() for many in ratios})
+    body = [
+        [kernel, name, *(span(ratios[many]) if many in ratios else "" for many in every)]
+        for (kernel, name), ratios in sorted(found.items(), key=lambda item: (item[0][0] == "torch", item[0][0]))
+    ]
+    return table(["kernel", "scheme", *(f"M={many}" for many in every)], body)
+
+
+def span(ratios: list[float]) -> str:
+    """Lowest to highest."""
+    low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+    return low if low == high else f"{low} - {high}"
+
+
 def conditions(content: dict) -> str:
     """One line that says where and with what the figures were made."""
     machine, versions = content["machine"], content["versions"]
@@ -114,7 +137,7 @@ def conditions(content: dict) -> str:
 
 
 def write(folder: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
-    """Bring docs/quality.md up to date with what has been measured."""
+    """Bring the pages in docs/ up to date with what has been measured."""
     content = json.loads((folder / "quality.json").read_text())
     path = docs / "quality.md"
     page = path.read_text()
@@ -126,6 +149,12 @@ def write(folder: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
         page = replace_between(page, "shuffles", shuffles_line(content["rows"]))
     path.write_text(page)
     print(f"tables: {path}")
+    if (folder / "linear.json").exists():
+        content = json.loads((folder / "linear.json").read_text())
+        path = docs / "performance.md"
+        page = replace_between(path.read_text(), "conditions", conditions(content))
+        path.write_text(replace_between(page, "products", products_table(content["rows"])))
+        print(f"tables: {path}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from benchmarks.render import minilm_table, number, percent, replace_between, shuffles_line, smollm2_table
+from benchmarks.render import (
+    minilm_table,
+    number,
+    percent,
+    products_table,
+    replace_between,
+    shuffles_line,
+    smollm2_table,
+)
 
 
 PAGE = "before\n<!-- begin x -->\nold\n<!-- end x -->\nafter\n"
@@ -56,3 +64,20 @@ def test_shuffles_are_told_with_their_spread():
     }
     assert "under 2 shuffles of the channels: perplexity 50.00, 51.00;" in shuffles_line(rows)
     assert "is 1.4 % of perplexity" in shuffles_line(rows)
+
+
+def test_products_tell_their_worst_and_best_shape():
+    def row(low, high):
+        return {"products": {"bf16": {"ratio": 1.0}, "fp32": {"ratio": 0.5}, "int4": {"ratio": low if high else 2.0}}}
+
+    rows = {
+        "cpu-amx 8x8 M=1": row(3.0, True),
+        "cpu-amx 8x16 M=1": row(4.96, True),
+        "cpu-amx 8x8 M=8": row(0, False),
+    }
+    assert products_table(rows).splitlines() == [
+        "| kernel | scheme | M=1 | M=8 |",
+        "| --- | --- | ---: | ---: |",
+        "| cpu-amx | int4 | 3.0 - 5.0 | 2.0 |",
+        "| torch | fp32 | 0.5 | 0.5 |",
+    ]
