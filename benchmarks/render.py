@@ -102,7 +102,7 @@ def shuffles_line(rows: dict) -> str:
 
 
 def products_table(rows: dict) -> str:
-    """Speed of a product against bfloat16, for each kernel and scheme: worst shape to best, a column a number of rows."""
+    """Speed against bfloat16 of each kernel and scheme, worst shape to best; a column for each number of rows."""
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for key, row in rows.items():
         kernel, _, many = key.split()
