@@ -46,12 +46,17 @@ class Kernel(NamedTuple):
 
     `run(x, weight, scale, zero_point, bias, problem)` gets x [M, K] (any strides), weight int8 [N, R] contiguous,
     scale and zero_point [N, G], [N, 1] or [1, 1], bias [N] in x's dtype or None, and returns [M, N] in x's dtype.
+
+    `device`: the one type of device it is for, if any: elsewhere its refusal goes without saying. `describe(problem)`
+    says how it runs a problem that it takes.
     """
 
     name: str
     rank: int
     refuse: Callable[[Problem], str | None]
     run: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Problem], Tensor]
+    device: str | None = None
+    describe: Callable[[Problem], str] | None = None
 
 
 class Choice(NamedTuple):
@@ -115,8 +120,10 @@ def _choose(problem: Problem, forced: str | None) -> Choice:
     for kernel in _kernels:
         refusal = kernel.refuse(problem)
         if refusal is None:
-            return Choice(kernel, "; ".join(reasons) if reasons else "preferred")
-        reasons.append(f"not {kernel.name}: {refusal}")
+            how = [kernel.describe(problem)] if kernel.describe else []
+            return Choice(kernel, "; ".join(reasons + how) or "preferred")
+        if kernel.device in (None, problem.device):
+            reasons.append(f"not {kernel.name}: {refusal}")
     raise RuntimeError(f"no kernel takes {problem}: {'; '.join(reasons)}")
 
 
