@@ -8,6 +8,7 @@ of the kernels runs, and in what shapes, is data: `plans.py` reads it from table
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from functools import cache
 
@@ -20,6 +21,8 @@ from ...functional.dispatch import Kernel, Problem, register_kernel
 NAME = "triton"
 # bfloat16 on tensor cores and asynchronous copies begin here
 LEAST_CAPABILITY = (8, 0)
+# the oldest that compiles what is written here; torch 2.8 brings it
+LEAST_TRITON = (3, 4)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # a step of a tile is at least so long, and lies in one group
 GROUP_STEP = 32
@@ -47,28 +50,33 @@ def refuse_problem(problem: Problem) -> str | None:
     return None
 
 
-def refuse_devices(has_triton: bool, hip: str | None, devices: list[tuple[str, tuple[int, int]]]) -> str | None:
-    """None, or what a machine lacks, given the names and compute capabilities of its devices.
+def refuse_devices(
+    triton_version: str | None, hip: str | None, devices: list[tuple[str, tuple[int, int]]]
+) -> str | None:
+    """None, or what a machine lacks: a version of triton (None: not there), a CUDA torch, devices of the needed
+    compute capability, given as (name, capability).
 
-    All of them must do: the choice of a kernel does not know the number of a device.
+    All devices must do: the choice of a kernel does not know the number of one.
     """
-    if not has_triton:
-        return "triton is not installed; it comes with `pip install hf_lowbit[gpu]`"
     if hip is not None:
         return "this torch is built for ROCm, for which the kernels are not tested"
-    least = ".".join(map(str, LEAST_CAPABILITY))
     for name, capability in devices:
         if capability < LEAST_CAPABILITY:
-            return f"{name} has compute capability {'.'.join(map(str, capability))}, the kernels need {least}"
+            return f"{name} has compute capability {_dotted(capability)}, the kernels need {_dotted(LEAST_CAPABILITY)}"
+    if triton_version is None:
+        return "triton is not installed; it comes with `pip install hf_lowbit[gpu]`"
+    if tuple(int(part) for part in triton_version.split(".")[:2]) < LEAST_TRITON:
+        return f"triton {triton_version} is installed, the kernels need {_dotted(LEAST_TRITON)}"
     return None
 
 
 @cache
 def refuse_machine() -> str | None:
     """`refuse_devices` of this machine."""
+    version = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
     count = torch.cuda.device_count()
     devices = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]
-    return refuse_devices(importlib.util.find_spec("triton") is not None, torch.version.hip, devices)
+    return refuse_devices(version, torch.version.hip, devices)
 
 
 def describe(problem: Problem) -> str:
@@ -89,6 +97,10 @@ def run(
     # a launch goes to the current device, which need not be that of the tensors when a model lies on several
     with torch.cuda.device(x.device):
         return product(x, weight, scale, zero_point, bias, problem)
+
+
+def _dotted(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
 
 
 @cache

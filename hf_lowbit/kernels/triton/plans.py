@@ -25,6 +25,8 @@ TABLE_VARIABLE = "HF_LOWBIT_TRITON_TABLE"
 TABLES = Path(__file__).with_name("tables")
 # shorter parts of K spend their time on filling the pipeline
 LEAST_STEPS = 4
+# packed weights of one step of a tile; several steps lie in shared memory
+MOST_TILE_BYTES = 16384
 MOST_PARTS = 16
 
 
@@ -103,7 +105,8 @@ def complete(plan: Plan, problem: Problem, processors: int) -> Plan:
         per_word = 16 if problem.bits == 3 else 32 // grid_of(problem.bits).field_bits
         length, block_k = -(-problem.in_features // per_word), plan.block_k
     else:
-        length, block_k = problem.in_features, plan.block_k
+        length, field_bits = problem.in_features, grid_of(problem.bits).field_bits
+        block_k = min(plan.block_k, MOST_TILE_BYTES * 8 // (4 if field_bits == 3 else field_bits) // plan.block_n)
         if problem.dtype == torch.float32 and not problem.int8_activations:
             # twice the bytes, and three products
             block_k, plan = max(32, block_k // 4), plan._replace(block_m=min(plan.block_m, 64))

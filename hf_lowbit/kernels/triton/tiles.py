@@ -33,8 +33,8 @@ def tile_kernel(
     """One [BN, BM] tile of y^T over one part of K.
 
     x float or int8 [M, x_stride], token_scale float32 [M] (INT8 only), weight int8 [N, row_bytes], scale and
-    zero_point [N, scale_stride] (0: one for all), bias [N]; y [M, N], or, if PARTIAL, [parts, M, N] unfinished sums. GROUP 0: a
-    scale a row. UPCAST: for the interpreter, which cannot multiply bfloat16.
+    zero_point [N, scale_stride] (0: one for all), bias [N]; y [M, N], or, if PARTIAL, [parts, M, N] unfinished sums.
+    GROUP 0: a scale a row. UPCAST: for the interpreter, which cannot multiply bfloat16.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     m_tile, n_tile = _place(tile, tl.cdiv(rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N))

@@ -2,8 +2,8 @@
 
 A 32-bit word of the checkpoint holds 4 P codes, P fields a byte. With F_j(w) = (w >> j fields) and the mask of every
 byte's lowest field, F_j of word i are the codes at columns 4 P i + P b + j of bytes b = 0..3: one byte each, P columns
-apart. Activations lie in the same order: plane j, written by `activations.py`, holds the columns k with k mod P = j, so
-that its word i is the partner:
+apart. Activations lie in the same order: plane j, written by `activations.py`, holds the columns k with k mod P = j;
+its word i is the partner:
 
     y[n] = t sum_g s[n, g] sum_{i in g} sum_j (dp4a(F_j(word[n, i]), plane[j, i]) - z[n, g] dp4a(1, plane[j, i]))
 
