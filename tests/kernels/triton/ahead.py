@@ -26,7 +26,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Compiled(NamedTuple):
-    """Machine code and what it takes: bytes of shared memory a program, bytes of stack and spilled registers a thread."""
+    """Machine code, and the bytes of shared memory that a program takes."""
 
     ptx: str
     cubin: bytes
@@ -71,7 +71,9 @@ def compile_product(problem, capability, processors=132, **changes) -> Compiled:
     }  # fmt: skip
     sizes = ("out_features", "in_features", "x_stride", "row_bytes", "words", "low_bytes", "plane_words")
     if plan.kernel == "words":
-        return _compile(word_kernel, types, word_constants(problem, plan, True), capability, sizes, num_warps=plan.warps)
+        return _compile(
+            word_kernel, types, word_constants(problem, plan, True), capability, sizes, num_warps=plan.warps
+        )
     constants = tile_constants(problem, plan, True)
     return _compile(tile_kernel, types, constants, capability, sizes, num_warps=plan.warps, num_stages=plan.stages)
 

@@ -9,10 +9,15 @@ import torch
 
 from hf_lowbit.functional.dispatch import Problem
 from hf_lowbit.kernels.triton.plans import can_use_words
-from tests.kernels.triton.conditions import needs_compiler
+from tests.kernels.triton.conditions import need_compiler
 
 
-pytestmark = [needs_compiler, pytest.mark.filterwarnings("ignore::UserWarning")]
+need_compiler()
+
+from tests.kernels.triton.ahead import compile_product, compile_quantize, compile_sum  # noqa: E402
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 # the product instruction of each generation
 PRODUCTS = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
@@ -35,15 +40,11 @@ def problem_of(scheme, int8, rows, dtype=torch.bfloat16):
     return Problem(bits, group, per_tensor, asymmetric, int8, 4096, 4096, rows, dtype, "cuda")
 
 
-def compile_product(*arguments, **changes):
-    from tests.kernels.triton.ahead import compile_product as run
-
-    return run(*arguments, **changes)
-
-
 @capabilities
 @modes
-@pytest.mark.parametrize("rows", [1, 16, 64, 256, 2048])
+@pytest.mark.parametrize(
+    "rows", [1, 16, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow), 2048]
+)
 def test_products_use_the_hardware(capability, scheme, int8, rows, tmp_path):
     problem = problem_of(scheme, int8, rows)
     code = compile_product(problem, capability)
@@ -103,6 +104,7 @@ def test_words_need_no_tensor_core(capability, scheme, tmp_path):
 
 @pytest.mark.parametrize("capability", [86, 89, 120], ids=["sm_86", "sm_89", "sm_120"])
 @modes
+@pytest.mark.slow
 def test_devices_with_little_shared_memory(capability, scheme, int8):
     for rows in (1, 64, 2048):
         assert compile_product(problem_of(scheme, int8, rows), capability, 84).shared <= SHARED[80]
@@ -110,8 +112,6 @@ def test_devices_with_little_shared_memory(capability, scheme, int8):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_activations_are_rounded_twice_like_the_reference(dtype):
-    from tests.kernels.triton.ahead import compile_quantize
-
     code = compile_quantize(dtype, 90)
     # a fused multiplication and addition would round x * inverse together with the rounding to an integer
     assert code.count(r"fma\.") == 0 and code.count(r"mul\.\S*f32") > 0
@@ -119,7 +119,5 @@ def test_activations_are_rounded_twice_like_the_reference(dtype):
 
 
 def test_the_sum_over_parts_keeps_its_order():
-    from tests.kernels.triton.ahead import compile_sum
-
     code = compile_sum(90)
     assert code.count(r"fma\.") == 0 and code.count(r"(atom|red)\.") == 0

@@ -6,13 +6,15 @@ import torch
 from hf_lowbit.functional.dispatch import Kernel, register_kernel, use_kernel
 from hf_lowbit.functional.grid import BITS
 from hf_lowbit.functional.linear import linear
-from tests.kernels.triton.conditions import TILES, WORDS, in_parts, needs_interpreter
+from tests.kernels.triton.conditions import TILES, WORDS, in_parts, need_interpreter
 from tests.kernels.triton.test_interpreted_linear import agrees, product
 from tests.kernels.weights import make_weight, problem_for
 
 
+need_interpreter()
+
 # numpy, which interprets, warns of what the tests are about
-pytestmark = [needs_interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NAME = "triton-interpreted"
 
@@ -80,7 +82,11 @@ def test_int8_activations_of_any_size(size, rows):
 def test_longest_sums_of_int8_do_not_overflow():
     # every product is as large as it can be: 65536 of them, less zero points of the other sign
     width = 65536
-    weight = (torch.full((1, width), -128, dtype=torch.int8), torch.ones(1, 1), torch.full((1, 1), 127, dtype=torch.int8))
+    weight = (
+        torch.full((1, width), -128, dtype=torch.int8),
+        torch.ones(1, 1),
+        torch.full((1, 1), 127, dtype=torch.int8),
+    )
     for rows in (1, 2):
         x = torch.ones(rows, width)
         problem = problem_for(x, weight, 8, None, width, True)

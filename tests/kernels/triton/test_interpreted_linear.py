@@ -13,12 +13,14 @@ from hf_lowbit.functional.grid import BITS, grid_of
 from hf_lowbit.functional.linear import quantize_activations, reference_linear
 from hf_lowbit.functional.packing import pack
 from hf_lowbit.kernels.triton.plans import can_use_words, group_of, plan_for
-from tests.kernels.triton.conditions import SCALE_FIRST, TILES, WORDS, in_parts, needs_interpreter
+from tests.kernels.triton.conditions import SCALE_FIRST, TILES, WORDS, in_parts, need_interpreter
 from tests.kernels.weights import expected_and_size, make_weight, problem_for, schemes
 
 
+need_interpreter()
+
 # numpy, which interprets, warns of infinities that the tests are about
-pytestmark = [needs_interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 # sums are float32, in another order than the reference's; relative to the root of the summed squares of the terms
 FLOAT_SUM = 4 * torch.finfo(torch.float32).eps
