@@ -46,11 +46,13 @@ def candidates(row: dict) -> list[Plan]:
     """Plans to try for a row of a table, its own first."""
     own = Plan(**{key: value for key, value in row.items() if key in Plan._fields})
     if own.kernel == "words":
-        choices = itertools.product((1,), (8, 16, 32), (64, 128, 256), (4, 8), (2, 4), (2, 4, 8), (False,))
+        choices = itertools.product((1,), (8, 16, 32), (64, 128, 256), (4, 8), (2, 4), (2, 4, 8), (False,), (False,))
     else:
         heights = [m for m in (16, 32, 64, 128, 256) if m <= max(16, row["max_rows"] or 256)][-2:]
         first = (False,) if row["activations"] == "int8" else (False, True)
-        choices = itertools.product(heights, (64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 2, 4), first)
+        choices = itertools.product(
+            heights, (64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 2, 4), first, (False, True)
+        )
     others = [Plan(own.kernel, *choice) for choice in choices]
     random.Random(0).shuffle(others)
     return [own, *(plan for plan in others if plan != own)]

@@ -34,7 +34,8 @@ class Plan(NamedTuple):
     """One way to a product. `block_k` counts columns; for "words" (dp4a, one row) stored words of 32 bits.
 
     `per_processor`: programs a processor should get before K is cut no further. `scale_first`: round s (q - z) to x's
-    dtype before the product, where the sums of a tile are larger than the tile's weights.
+    dtype before the product, where the sums of a tile are larger than the tile's weights. `scale_ahead`: read the
+    scales of a step during the one before it.
     """
 
     kernel: str
@@ -45,13 +46,14 @@ class Plan(NamedTuple):
     stages: int
     per_processor: int
     scale_first: bool
+    scale_ahead: bool
     parts: int = 1
     part_steps: int = 0
 
     def __str__(self) -> str:
         shape = f"{self.block_m} x {self.block_n} x {self.block_k}"
         name = "dp4a on words" if self.kernel == "words" else "tensor cores on tiles"
-        return f"{name} of {shape} (M, N, K), K in {self.parts} parts"
+        return f"{name} of {shape} (M, N, K), " + (f"K in {self.parts} parts" if self.parts > 1 else "K whole")
 
 
 def table_name(capability: tuple[int, int]) -> str:
@@ -98,8 +100,22 @@ def plan_for(problem: Problem, capability: tuple[int, int], processors: int, ali
     raise ValueError(f"the table {table_name(capability)} has no row for {problem.rows} rows of {activations} x")
 
 
+def tile_count(plan: Plan, problem: Problem) -> int:
+    """Tiles of y."""
+    return -(-problem.rows // plan.block_m) * -(-problem.out_features // plan.block_n)
+
+
+def narrow(plan: Plan, problem: Problem, most_parts: int, processors: int) -> Plan:
+    """`plan` with fewer columns of y a tile, where a small layer would leave processors without one."""
+    # four warps share the 64 rows of W of a product instruction on Hopper
+    least = 4 if plan.kernel == "words" else 16 * plan.warps
+    while tile_count(plan, problem) * most_parts < processors and plan.block_n > least:
+        plan = plan._replace(block_n=plan.block_n // 2)
+    return plan
+
+
 def complete(plan: Plan, problem: Problem, processors: int) -> Plan:
-    """`plan` with its step fitted to the problem, and with the parts of K."""
+    """`plan` with its tile and step fitted to the problem and the device, and with the parts of K."""
     group = group_of(problem)
     if plan.kernel == "words":
         per_word = 16 if problem.bits == 3 else 32 // grid_of(problem.bits).field_bits
@@ -115,7 +131,8 @@ def complete(plan: Plan, problem: Problem, processors: int) -> Plan:
             block_k = min(block_k, group & -group)
         block_k = max(32, min(block_k, 1 << (problem.in_features - 1).bit_length()))
     steps = -(-length // block_k)
-    tiles = -(-problem.rows // plan.block_m) * -(-problem.out_features // plan.block_n)
+    plan = narrow(plan, problem, min(max(steps // LEAST_STEPS, 1), MOST_PARTS), processors)
+    tiles = tile_count(plan, problem)
     parts = max(1, min(plan.per_processor * processors // max(tiles, 1), steps // LEAST_STEPS, MOST_PARTS))
     part_steps = -(-steps // parts)
     return plan._replace(block_k=block_k, parts=-(-steps // part_steps), part_steps=part_steps)

@@ -106,6 +106,7 @@ def tile_constants(problem: Problem, plan: Plan, has_bias: bool, aligned: bool =
     return {
         "FIELD": field_bits, "OFFSET": offset_of(problem), "GROUP": group_of(problem), "HAS_ZERO": problem.asymmetric,
         "HAS_BIAS": has_bias, "INT8": problem.int8_activations, "SCALE_FIRST": plan.scale_first,
+        "SCALE_AHEAD": plan.scale_ahead,
         "PARTIAL": plan.parts > 1, "PRECISION": "tf32x3" if problem.dtype == torch.float32 else "ieee",
         "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k,
         "EVEN_K": problem.in_features % plan.block_k == 0, "UPCAST": upcast and not problem.int8_activations,

@@ -26,7 +26,8 @@ def tile_kernel(
     x, token_scale, weight, scale, zero_point, bias, y,
     rows, out_features, in_features, x_stride, row_bytes, scale_stride, split_steps,
     FIELD: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    INT8: tl.constexpr, SCALE_FIRST: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+    INT8: tl.constexpr, SCALE_FIRST: tl.constexpr, SCALE_AHEAD: tl.constexpr, PARTIAL: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -45,11 +46,10 @@ def tile_kernel(
     n_read = n_read.to(tl.int64)[:, None]
     w_rows = weight + n_read * row_bytes
     scale_rows, zero_rows = scale + n_read * scale_stride, zero_point + n_read * scale_stride
-    if GROUP == 0:
-        zero = _offsets(zero_rows, OFFSET, HAS_ZERO)
     EXACT: tl.constexpr = INT8 and GROUP == 0
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if EXACT else tl.float32)
     first = part * split_steps
+    zero, group_scale = _group(scale_rows, zero_rows, first * BLOCK_K, GROUP, OFFSET, HAS_ZERO)
     for step in range(first, tl.minimum(first + split_steps, tl.cdiv(in_features, BLOCK_K))):
         k = step * BLOCK_K
         ks = k + tl.arange(0, BLOCK_K)
@@ -59,9 +59,12 @@ def tile_kernel(
             a = tl.load(x_rows + ks[:, None], mask=(ks < in_features)[:, None], other=0)
         if UPCAST:
             a = a.to(tl.float32)
-        if GROUP != 0:
-            zero = _offsets(zero_rows + k // GROUP, OFFSET, HAS_ZERO)
-            group_scale = tl.load(scale_rows + k // GROUP).to(tl.float32)
+        if GROUP != 0 and not SCALE_AHEAD:
+            zero, group_scale = _group(scale_rows, zero_rows, k, GROUP, OFFSET, HAS_ZERO)
+        if GROUP != 0 and SCALE_AHEAD:
+            # single values are too small for asynchronous copies: those of the next step are on their way in this one
+            after = tl.minimum(k + BLOCK_K, in_features - 1)
+            next_zero, next_scale = _group(scale_rows, zero_rows, after, GROUP, OFFSET, HAS_ZERO)
         if INT8:
             codes = load_codes(w_rows, zero, k, in_features, FIELD, BLOCK_K, EVEN_K, ALIGNED)
             exact = tl.dot(codes, a, out_dtype=tl.int32)
@@ -80,12 +83,14 @@ def tile_kernel(
                 sums = tl.dot(scaled, a, sums, input_precision=PRECISION)
             else:
                 sums += tl.dot(numbers, a, input_precision=PRECISION) * group_scale
+        if GROUP != 0 and SCALE_AHEAD:
+            zero, group_scale = next_zero, next_scale
     inside = (ns < out_features)[:, None] & (ms < rows)[None, :]
     at = ms.to(tl.int64)[None, :] * out_features + ns[:, None]
     if not PARTIAL:
         total = sums.to(tl.float32)
         if GROUP == 0:
-            total *= tl.load(scale_rows).to(tl.float32)
+            total *= group_scale
         if INT8:
             total *= tl.load(token_scale + m_read)[None, :]
         if HAS_BIAS:
@@ -96,13 +101,15 @@ def tile_kernel(
 
 
 @triton.jit
-def _offsets(zero_rows, OFFSET: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """What a stored field is above its number, int8 [BN, 1]: the grid's offset plus the zero point."""
+def _group(scale_rows, zero_rows, k, GROUP: tl.constexpr, OFFSET: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Of the group of column k: what a stored field is above its number, int8 [BN, 1] (the grid's offset plus the zero
+    point), and the scale, float32 [BN, 1]."""
+    group = 0 if GROUP == 0 else k // GROUP
     if HAS_ZERO:
-        zero = tl.load(zero_rows) + OFFSET
+        zero = tl.load(zero_rows + group) + OFFSET
     else:
         zero = tl.zeros(zero_rows.shape, tl.int8) + OFFSET
-    return zero.to(tl.int8)
+    return zero.to(tl.int8), tl.load(scale_rows + group).to(tl.float32)
 
 
 @triton.jit

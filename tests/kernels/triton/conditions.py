@@ -29,9 +29,9 @@ def need_compiler():
 
 
 # as small as tiles get: several of them, and tails, in small matrices
-TILES = Plan("tiles", 16, 16, 64, 4, 2, 1, False)
-SCALE_FIRST = TILES._replace(scale_first=True)
-WORDS = Plan("words", 1, 32, 16, 4, 2, 1, False)
+TILES = Plan("tiles", 16, 16, 64, 4, 2, 1, False, True)
+SCALE_FIRST = TILES._replace(scale_first=True, scale_ahead=False)
+WORDS = Plan("words", 1, 32, 16, 4, 2, 1, False, False)
 
 
 def in_parts(plan, problem, parts):

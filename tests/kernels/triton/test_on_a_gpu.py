@@ -1,5 +1,7 @@
 """The Triton kernels on the device itself: `HF_LOWBIT_DEVICE=cuda make test`. Skipped without one."""
 
+import os
+
 import pytest
 import torch
 
@@ -17,10 +19,12 @@ ROUNDINGS = 2.0
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
+if not os.environ.get("HF_LOWBIT_DEVICE", "").startswith("cuda"):
+    pytest.skip("needs HF_LOWBIT_DEVICE=cuda", allow_module_level=True)
+
+
 @pytest.fixture
 def gpu(device):
-    if device.type != "cuda":
-        pytest.skip("needs HF_LOWBIT_DEVICE=cuda")
     refusal = refuse_machine()
     if refusal is not None:
         pytest.skip(refusal)

@@ -56,6 +56,16 @@ def test_few_rows_are_cut_into_parts_and_many_are_not():
     assert plan_for(PROBLEM, (9, 0), 16, True).parts == 1
 
 
+def test_small_layers_get_narrow_tiles():
+    small = PROBLEM._replace(out_features=1024, in_features=1024)
+    assert plan_for(small, (9, 0), 132, True).block_n == 64
+    assert plan_for(PROBLEM, (9, 0), 132, True).block_n == 128
+    words = small._replace(bits="ternary", group_size=0, int8_activations=True)
+    assert plan_for(words, (9, 0), 132, True).block_n == 4
+    # a tile is no narrower than the warps of a program need
+    assert plan_for(small._replace(rows=200), (9, 0), 132, True).block_n == 128
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_one_row_of_int8_goes_by_words_where_rows_are_words(bits):
     one = PROBLEM._replace(bits=bits, int8_activations=True)
@@ -98,7 +108,10 @@ def own_table(monkeypatch, tmp_path):
     read_table.cache_clear(), plan_for.cache_clear()
 
 
-ROW = {**dict(zip(Plan._fields[:8], ("tiles", 16, 32, 64, 2, 3, 1, False), strict=True)), "activations": "float"}
+ROW = {
+    **dict(zip(Plan._fields[:9], ("tiles", 16, 32, 64, 2, 3, 1, False, False), strict=True)),
+    "activations": "float",
+}
 
 
 def test_a_table_of_ones_own(own_table):
@@ -106,7 +119,7 @@ def test_a_table_of_ones_own(own_table):
     own_table({**ROW, "max_rows": None})
     plan = plan_for(PROBLEM, (9, 0), 1, True)
     assert (plan.block_n, plan.block_k, plan.warps, plan.parts) == (32, 64, 2, 1)
-    assert str(plan) == "tensor cores on tiles of 16 x 32 x 64 (M, N, K), K in 1 parts"
+    assert str(plan) == "tensor cores on tiles of 16 x 32 x 64 (M, N, K), K whole"
     with pytest.raises(ValueError, match="no row for 1 rows of int8 x"):
         plan_for(PROBLEM._replace(int8_activations=True), (9, 0), 1, True)
 
