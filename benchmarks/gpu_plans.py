@@ -48,7 +48,7 @@ def candidates(row: dict) -> list[Plan]:
     if own.kernel == "words":
         choices = itertools.product((1,), (8, 16, 32), (64, 128, 256), (4, 8), (2, 4), (2, 4, 8), (False,), (False,))
     else:
-        heights = [m for m in (16, 32, 64, 128, 256) if m <= max(16, row["max_rows"] or 256)][-2:]
+        heights = [m for m in (8, 16, 32, 64, 128, 256) if m <= (row["max_rows"] or 256)][-2:]
         first = (False,) if row["activations"] == "int8" else (False, True)
         choices = itertools.product(
             heights, (64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 2, 4), first, (False, True)

@@ -7,7 +7,7 @@ product needs it. Three bits are a plane of the two low bits, whose bytes come f
 Numbers are made without conversion instructions. In a float of 2^e with m bits of mantissa the lowest m bits count
 units of 2^(e-m): or-ing a field u into 1024 (float16) or 128 (bfloat16) gives 1024 + u or 128 + u exactly, and one
 subtraction, exact too, takes off the constant, the grid's offset and the zero point. Two fields are done at once, in
-the halves of a 32-bit register (Kim et al. 2022, "Who says elephants can't run", section 3.2, use the same trick).
+the halves of a 32-bit register (Kim et al. 2022, arXiv 2211.10017, use the same trick).
 
 Everything here is compiled by Triton and runs on the device.
 """
@@ -51,7 +51,7 @@ def load_codes(
 @triton.jit
 def load_numbers(
     rows, zero, k, in_features, DTYPE: tl.constexpr, HAS_ZERO: tl.constexpr,
-    FIELD: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, ALIGNED: tl.constexpr,
+    FIELD: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, ALIGNED: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """The same codes as numbers of DTYPE, all of them exact; 8 bits included."""
     if FIELD == 8:
@@ -63,8 +63,26 @@ def load_numbers(
         ONE: tl.constexpr = 0x6400 if DTYPE == tl.float16 else 0x4300
         BASE: tl.constexpr = 1024.0 if DTYPE == tl.float16 else 128.0
         bits = load_bits(rows, k, in_features, ONE, FIELD, BLOCK_K, EVEN_K)
-        numbers = bits.to(DTYPE, bitcast=True) - (zero.to(tl.float32) + BASE).to(DTYPE)
+        numbers = _subtract(bits.to(DTYPE, bitcast=True), (zero.to(tl.float32) + BASE).to(DTYPE), EMULATED)
     return numbers
+
+
+@triton.jit
+def _subtract(a, b, EMULATED: tl.constexpr):
+    """a - b, float16 or bfloat16 [BN, BK] and [BN, 1], exact for what comes here. Two at a time: for sm_80 the compiler
+    would swap the halves of each register before and after. EMULATED: in the interpreter, without PTX.
+    """
+    if EMULATED:
+        difference = a - b
+    elif a.dtype == tl.float16:
+        difference = tl.inline_asm_elementwise("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.float16, True, 2)
+    else:
+        # there is no bfloat16 subtraction before sm_90: a times 1, less b
+        difference = tl.inline_asm_elementwise(
+            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
+            "=r,r,r", [a, -b], tl.bfloat16, True, 2,
+        )  # fmt: skip
+    return difference
 
 
 @triton.jit

@@ -110,6 +110,7 @@ def tile_constants(problem: Problem, plan: Plan, has_bias: bool, aligned: bool =
         "PARTIAL": plan.parts > 1, "PRECISION": "tf32x3" if problem.dtype == torch.float32 else "ieee",
         "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k,
         "EVEN_K": problem.in_features % plan.block_k == 0, "UPCAST": upcast and not problem.int8_activations,
+        "EMULATED": INTERPRETED,
         "ALIGNED": aligned and row_bytes(problem.in_features, grid_of(problem.bits)) % 2 == 0,
     }  # fmt: skip
 

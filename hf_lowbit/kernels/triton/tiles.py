@@ -30,17 +30,18 @@ def tile_kernel(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):  # fmt: skip
     """One [BN, BM] tile of y^T over one part of K.
 
     x float or int8 [M, x_stride], token_scale float32 [M] (INT8 only), weight int8 [N, row_bytes], scale and
     zero_point [N, scale_stride] (0: one for all), bias [N]; y [M, N], or, if PARTIAL, [parts, M, N] unfinished sums.
-    GROUP 0: a scale a row. UPCAST: for the interpreter, which cannot multiply bfloat16.
+    GROUP 0: a scale a row. UPCAST, EMULATED: for the interpreter, which cannot multiply bfloat16 and knows no PTX.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     m_tile, n_tile = _place(tile, tl.cdiv(rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N))
     ms, ns = m_tile * BLOCK_M + tl.arange(0, BLOCK_M), n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # rows beyond the end read the last one and are not stored
+    # rows of W beyond the end read the last one and are not stored; those of x are not read
     m_read, n_read = tl.minimum(ms, rows - 1), tl.minimum(ns, out_features - 1)
     x_rows = x + m_read.to(tl.int64)[None, :] * x_stride
     n_read = n_read.to(tl.int64)[:, None]
@@ -53,10 +54,8 @@ def tile_kernel(
     for step in range(first, tl.minimum(first + split_steps, tl.cdiv(in_features, BLOCK_K))):
         k = step * BLOCK_K
         ks = k + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            a = tl.load(x_rows + ks[:, None])
-        else:
-            a = tl.load(x_rows + ks[:, None], mask=(ks < in_features)[:, None], other=0)
+        inside = (ms < rows)[None, :] if EVEN_K else (ms < rows)[None, :] & (ks < in_features)[:, None]
+        a = tl.load(x_rows + ks[:, None], mask=inside, other=0)
         if UPCAST:
             a = a.to(tl.float32)
         if GROUP != 0 and not SCALE_AHEAD:
@@ -75,7 +74,9 @@ def tile_kernel(
             else:
                 sums += exact.to(tl.float32) * group_scale
         else:
-            numbers = load_numbers(w_rows, zero, k, in_features, a.dtype, HAS_ZERO, FIELD, BLOCK_K, EVEN_K, ALIGNED)
+            numbers = load_numbers(
+                w_rows, zero, k, in_features, a.dtype, HAS_ZERO, FIELD, BLOCK_K, EVEN_K, ALIGNED, EMULATED
+            )
             if GROUP == 0:
                 sums = tl.dot(numbers, a, sums, input_precision=PRECISION)
             elif SCALE_FIRST:

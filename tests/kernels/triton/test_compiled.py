@@ -43,7 +43,15 @@ def problem_of(scheme, int8, rows, dtype=torch.bfloat16):
 @capabilities
 @modes
 @pytest.mark.parametrize(
-    "rows", [1, 16, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow), 2048]
+    "rows",
+    [
+        1,
+        8,
+        pytest.param(16, marks=pytest.mark.slow),
+        pytest.param(64, marks=pytest.mark.slow),
+        pytest.param(256, marks=pytest.mark.slow),
+        2048,
+    ],
 )
 def test_products_use_the_hardware(capability, scheme, int8, rows, tmp_path):
     problem = problem_of(scheme, int8, rows)

@@ -53,7 +53,7 @@ def agrees(x, weight, bits, group, int8, plan=None, bias=None):
     return y
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(schemes(), SIZES, SIZES, st.integers(1, 20), st.integers(1, 3), st.booleans(), st.booleans(), DTYPES)
 def test_tiles(scheme, out_features, in_features, rows, parts, int8, scale_first, dtype):
     bits, group, asymmetric = scheme
@@ -91,7 +91,7 @@ def test_words_of_rows_that_end_inside_a_word(bits, in_features):
         agrees(x, weight, bits, None, True, in_parts(WORDS, problem, 1))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 65, 257])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 65, 257])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
 def test_plans_of_the_tables(capability, rows, int8):
