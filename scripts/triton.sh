@@ -22,7 +22,5 @@ if ! "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('triton
     python=$venv/bin/python
 fi
 
-# Triton asks to be told whether products and sums may be fused; its own default
-export TRITON_DEFAULT_FP_FUSION=1
 TRITON_INTERPRET=1 "$python" -m pytest -q tests/kernels/triton "$@"
 exec "$python" -m pytest -q tests/kernels/triton "$@"

@@ -69,8 +69,10 @@ def load_numbers(
 
 @triton.jit
 def _subtract(a, b, EMULATED: tl.constexpr):
-    """a - b, float16 or bfloat16 [BN, BK] and [BN, 1], exact for what comes here. Two at a time: for sm_80 the compiler
-    would swap the halves of each register before and after. EMULATED: in the interpreter, without PTX.
+    """a - b, float16 or bfloat16 [BN, BK] and [BN, 1], exact for what comes here.
+
+    Two at a time: for sm_80 the compiler would swap the halves of each register before and after. EMULATED: in the
+    interpreter, without PTX.
     """
     if EMULATED:
         difference = a - b

@@ -131,7 +131,7 @@ def _launch_tiles(x, weight, scale, token_scale, zero_point, bias, y, problem, p
     tile_kernel[(tiles, plan.parts)](
         x, token_scale, weight, scale, zero_point, bias, y,
         problem.rows, problem.out_features, problem.in_features, stride, weight.shape[1], _scale_stride(scale),
-        plan.part_steps, **constants, num_warps=plan.warps, num_stages=plan.stages,
+        plan.part_steps, **constants, num_warps=plan.warps, num_stages=plan.stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -141,6 +141,7 @@ def _launch_words(x, weight, scale, token_scale, zero_point, bias, y, problem, p
         x.view(torch.int32), token_scale, weight, scale, zero_point, bias, y,
         problem.out_features, words, weight.shape[1], triton.cdiv(problem.in_features, 4), x.shape[2] // 4,
         scale.shape[1], _scale_stride(scale), plan.part_steps, **constants, num_warps=plan.warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -13,9 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hf_lowbit.functional.grid import grid_of, group_count
+from hf_lowbit.functional.packing import row_bytes
 from hf_lowbit.kernels.triton.activations import quantize_kernel
 from hf_lowbit.kernels.triton.plans import group_of, plan_for
-from hf_lowbit.kernels.triton.product import tile_constants, word_constants
+from hf_lowbit.kernels.triton.product import planes_of, tile_constants, word_constants
 from hf_lowbit.kernels.triton.splits import sum_kernel
 from hf_lowbit.kernels.triton.tiles import tile_kernel
 from hf_lowbit.kernels.triton.words import word_kernel
@@ -46,14 +48,14 @@ class Compiled(NamedTuple):
         return sum(map(int, found))
 
 
-def _compile(kernel, types, constants, capability, even, **options) -> Compiled:
+def _compile(kernel, types, constants, sizes, capability, **options) -> Compiled:
+    """Compile as a launch would: it makes a size of 1 a constant, and notes which sizes 16 divides."""
+    specialized = {p.name for p in kernel.params if not p.do_not_specialize}
+    constants = constants | {name: 1 for name, size in sizes.items() if size == 1 and name in specialized}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    # what launches see with sizes that 16 divides: pointers from torch's allocator, and these
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if name in even or signature[name].startswith("*")
-    }
+    # memory of torch's allocator begins on such addresses
+    even = {name for name, size in sizes.items() if size % 16 == 0 and name in specialized} | set(types)
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in even}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return Compiled(compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared)
@@ -69,25 +71,36 @@ def compile_product(problem, capability, processors=132, **changes) -> Compiled:
         "scale": "*bf16" if problem.group_size else "*fp32", "zero_point": "*i8", "bias": x,
         "y": x if plan.parts == 1 else "*i32" if exact else "*fp32",
     }  # fmt: skip
-    sizes = ("out_features", "in_features", "x_stride", "row_bytes", "words", "low_bytes", "plane_words")
+    groups = group_count(problem.in_features, group_of(problem) or None)
+    sizes = {
+        "out_features": problem.out_features, "in_features": problem.in_features, "x_stride": problem.in_features,
+        "row_bytes": row_bytes(problem.in_features, grid_of(problem.bits)), "groups": groups,
+        "scale_stride": 0 if problem.per_tensor else groups,
+    }  # fmt: skip
     if plan.kernel == "words":
-        return _compile(
-            word_kernel, types, word_constants(problem, plan, True), capability, sizes, num_warps=plan.warps
-        )
-    constants = tile_constants(problem, plan, True)
-    return _compile(tile_kernel, types, constants, capability, sizes, num_warps=plan.warps, num_stages=plan.stages)
+        sizes["words"] = -(-problem.in_features // (4 * planes_of(problem)))
+        sizes["low_bytes"], sizes["plane_words"] = -(-problem.in_features // 4), 4 * -(-sizes["words"] // 4)
+        constants, options = word_constants(problem, plan, True), {}
+    else:
+        constants, options = tile_constants(problem, plan, True), {"num_stages": plan.stages}
+    kernel = word_kernel if plan.kernel == "words" else tile_kernel
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    return _compile(
+        kernel, types, constants, sizes, capability, num_warps=plan.warps, enable_fp_fusion=True, **options
+    )
 
 
-def compile_quantize(dtype, capability) -> Compiled:
+def compile_quantize(dtype, capability, width=4096) -> Compiled:
     """The kernel that rounds activations."""
     types = {"x": POINTERS[dtype], "codes": "*i8", "token_scale": "*fp32"}
+    sizes = {"in_features": width, "x_stride": width, "plane_size": 16 * -(-width // 16)}
     constants = {"PLANES": 1, "BLOCK": 1024}
-    sizes = ("in_features", "x_stride", "plane_size")
-    return _compile(quantize_kernel, types, constants, capability, sizes, enable_fp_fusion=False)
+    return _compile(quantize_kernel, types, constants, sizes, capability, enable_fp_fusion=False)
 
 
-def compile_sum(capability) -> Compiled:
+def compile_sum(capability, out_features=4096) -> Compiled:
     """The kernel that sums the parts of K."""
     types = {"parts": "*i32", "token_scale": "*fp32", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"}
     constants = {"SPLITS": 4, "HAS_SCALE": True, "INT8": True, "HAS_BIAS": True, "BLOCK": 1024}
-    return _compile(sum_kernel, types, constants, capability, ("out_features",), enable_fp_fusion=False)
+    sizes = {"out_features": out_features, "scale_stride": 1}
+    return _compile(sum_kernel, types, constants, sizes, capability, enable_fp_fusion=False)

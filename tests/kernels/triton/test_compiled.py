@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_lowbit.functional.dispatch import Problem
+from hf_lowbit.functional.grid import BITS
 from hf_lowbit.kernels.triton.plans import can_use_words
 from tests.kernels.triton.conditions import need_compiler
 
@@ -17,7 +18,8 @@ need_compiler()
 from tests.kernels.triton.ahead import compile_product, compile_quantize, compile_sum  # noqa: E402
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+# a launch says everything itself: Triton has nothing to warn of
+pytestmark = pytest.mark.filterwarnings("error")
 
 # the product instruction of each generation
 PRODUCTS = {80: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
@@ -40,7 +42,7 @@ def problem_of(scheme, int8, rows, dtype=torch.bfloat16):
     return Problem(bits, group, per_tensor, asymmetric, int8, 4096, 4096, rows, dtype, "cuda")
 
 
-@capabilities
+@pytest.mark.parametrize("capability", [80, 90, pytest.param(100, marks=pytest.mark.slow)])
 @modes
 @pytest.mark.parametrize(
     "rows",
@@ -124,6 +126,23 @@ def test_activations_are_rounded_twice_like_the_reference(dtype):
     # a fused multiplication and addition would round x * inverse together with the rounding to an integer
     assert code.count(r"fma\.") == 0 and code.count(r"mul\.\S*f32") > 0
     assert code.count(r"div\.rn\.f32") == 2 and code.count(r"div\.(full|approx)") == 0
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((1, 1, 2), (33, 77, 1), (16, 16, 1)))],
+    ids=str,
+)
+def test_sizes_of_every_kind_compile(bits, int8, sizes):
+    """A launch makes a size of 1 a constant, and sizes that 16 does not divide cost the wide copies."""
+    for group, asymmetric in ((0, False), (32, bits != "ternary")):
+        assert compile_product(Problem(bits, group, False, asymmetric, int8, *sizes, torch.bfloat16, "cuda"), 90).cubin
+
+
+def test_small_sizes_of_the_other_kernels_compile():
+    assert compile_quantize(torch.bfloat16, 90, width=1).cubin and compile_sum(90, out_features=1).cubin
 
 
 def test_the_sum_over_parts_keeps_its_order():
