@@ -144,3 +144,24 @@ def test_the_operator_and_its_gradient(on_cpu, int8):
     with use_kernel("reference"):
         expected = torch.autograd.grad(layer(x, bias).sum(), (x, bias))
     assert torch.equal(x.grad, expected[0]) and torch.equal(bias.grad, expected[1])
+
+
+@pytest.mark.parametrize("config", [{"bits": 4, "group_size": 32}, {"bits": "ternary"}], ids=["4-bit", "ternary"])
+def test_a_whole_model(on_cpu, tiny_llama, config):
+    import transformers
+
+    import hf_lowbit as lb
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny_llama, dtype=torch.float32, quantization_config=lb.LowBitConfig(**config)
+    )
+    ids = torch.arange(12).reshape(2, 6)
+    assert {m.kernel for m in lb.report(model).modules if m.scheme is not None} == {NAME}
+    with torch.no_grad():
+        logits = model(ids).logits
+        with use_kernel("reference"):
+            expected = model(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+    generated = model.generate(ids, max_new_tokens=3, do_sample=False)
+    with use_kernel("reference"):
+        assert torch.equal(generated, model.generate(ids, max_new_tokens=3, do_sample=False))
