@@ -27,10 +27,8 @@ def tile_kernel(
     rows, out_features, in_features, x_stride, row_bytes, scale_stride, split_steps,
     FIELD: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     INT8: tl.constexpr, SCALE_FIRST: tl.constexpr, SCALE_AHEAD: tl.constexpr, PARTIAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    ALIGNED: tl.constexpr, UPCAST: tl.constexpr,
-    EMULATED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, ALIGNED: tl.constexpr, UPCAST: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """One [BN, BM] tile of y^T over one part of K.
 
