@@ -2,6 +2,7 @@
 # make test     the test suite, after setup and the download of the models it reads
 # make check    ruff and the architecture tests: seconds
 # make slow     the tests that take minutes
+# make triton   the GPU kernels without a GPU: interpreted, and compiled ahead; installs triton in .venv-triton
 # make compat   the quantizer tests on the oldest supported transformers
 # make wheel    build the wheel and prove it in fresh virtual environments
 # make bench    the benchmark tables of benchmarks/
@@ -19,7 +20,7 @@ PY := $(VENV)/bin/python
 # named after this checkout, so that two checkouts that share an environment both install themselves
 STAMP := $(VENV)/hf_lowbit$(subst /,-,$(CURDIR)).stamp
 
-.PHONY: setup assets test check slow compat wheel bench format
+.PHONY: setup assets test check slow triton compat wheel bench format
 
 setup: $(STAMP)
 
@@ -44,6 +45,9 @@ check: $(STAMP)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m pytest -q tests/house/test_architecture.py
+
+triton: $(STAMP)
+	bash scripts/triton.sh $(PY) $(PYTEST_FLAGS)
 
 compat: $(STAMP)
 	bash scripts/compat.sh $(PY)

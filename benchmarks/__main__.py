@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 FOLDER = Path(__file__).parent
-NAMES = ("generate", "linear", "quality")
+NAMES = ("generate", "linear", "quality", "gpu")
 
 
 def run(names: list[str]) -> int:

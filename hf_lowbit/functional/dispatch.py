@@ -55,6 +55,7 @@ class Kernel(NamedTuple):
     `remark(problem)` may add to the reason what a user should know, such as memory that speed costs. A kernel that
     `takes_stored` weights gets them as they are stored, [N, R] or [1, N, R]; one that `takes_batches` also gets x as
     it is, [..., K], and returns [..., N]: a view costs as much as the choice.
+    `device`: the one type of device it is for, if any: elsewhere its refusal goes without saying.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Kernel(NamedTuple):
     remark: Callable[[Problem], str | None] = lambda problem: None
     takes_stored: bool = False
     takes_batches: bool = False
+    device: str | None = None
 
 
 class Choice(NamedTuple):
@@ -147,7 +149,8 @@ def _choose(problem: Problem, forced: str | None) -> Choice:
         refusal = kernel.refuse(problem)
         if refusal is None:
             return _choice(kernel, problem, reasons or ["preferred"])
-        reasons.append(f"not {kernel.name}: {refusal}")
+        if kernel.device in (None, problem.device):
+            reasons.append(f"not {kernel.name}: {refusal}")
     raise RuntimeError(f"no kernel takes {problem}: {'; '.join(reasons)}")
 
 

@@ -42,6 +42,22 @@ def test_the_preferred_kernel_says_so(kernels):
     assert choose(PROBLEM) == Choice(dispatch._kernels[0], "preferred")
 
 
+def test_kernels_of_other_devices_go_without_saying(kernels):
+    register_kernel(Kernel("elsewhere", 99, lambda problem: f"on {problem.device}", None, device="cuda"))
+    assert choose(PROBLEM).reason == "not high: too small"
+    assert choose(PROBLEM._replace(device="cuda")).reason == "not elsewhere: on cuda; not high: too small"
+    with pytest.raises(ValueError, match="'elsewhere' was forced but can't run .*: on cpu"), use_kernel("elsewhere"):
+        choose(PROBLEM)
+
+
+def test_a_kernel_may_say_how_it_runs(kernels):
+    how = Kernel("best", 99, lambda problem: None, None, remark=lambda problem: f"in tiles of {problem.rows}")
+    register_kernel(how)
+    assert choose(PROBLEM).reason == "preferred; in tiles of 1"
+    register_kernel(how._replace(rank=8))
+    assert choose(PROBLEM).reason == "not high: too small; in tiles of 1"
+
+
 def test_a_new_kernel_replaces_its_namesake_and_old_choices(kernels):
     assert choose(PROBLEM).kernel.name == "middle"
     register_kernel(fixed_kernel("high", 9))
@@ -170,4 +186,5 @@ def test_the_library_registers_a_reference_that_takes_everything():
     assert kernel_names()[-1] == "reference"
     odd = Problem(3, 5, False, True, True, 3, 7, 0, torch.float64, "meta")
     assert choose(odd).kernel.name == "reference"
-    assert all(f"not {name}: " in choose(odd).reason for name in kernel_names()[:-1])
+    anywhere = [kernel.name for kernel in dispatch._kernels[:-1] if kernel.device is None]
+    assert anywhere and all(f"not {name}: " in choose(odd).reason for name in anywhere)

@@ -1,0 +1,3 @@
+"""The model that these tests read."""
+
+from tests.assets import tiny_llama  # noqa: F401
