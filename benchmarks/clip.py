@@ -6,7 +6,7 @@
 hf_lowbit.functional.rounding tries steps for each group of weights w and keeps the one with the least error. The
 steps are the same here, the codes and scales are made by the same code; only the measure differs:
 
-    power0, power0.5, power1    sum_i |w_i|^p (w_i - s v_i)^2, the scale s that minimises it
+    power0, power0.5, power1    sum_i |w_i|^p (w_i - s v_i)^2, the scale s that minimises it; 1 is the package's
     mean                        the same with (|w_i| + mean|w|) as the weight
     norm2.4, norm4              sum_i |w_i - s v_i|^p, the scale of the least squares
     rowsum                      squared error and the square of the group's summed error
@@ -101,6 +101,7 @@ class Measure(rounding._Best):
         self.zero = torch.where(better, zero, self.zero)
 
 
+DEFAULT = "power1"
 RULES = {
     "power1": {},
     "power0": {"power": 0.0},
@@ -242,7 +243,7 @@ def sweep(record: Record, only: str, rules: list[str], deadline: float) -> None:
 
 
 def table(rows: dict) -> str:
-    """Loss of every rule as a ratio to today's, the geometric mean over shuffles."""
+    """Loss of every rule as a ratio to power1's, the geometric mean over shuffles."""
     lines = ["| model, bits, group | power1 | " + " | ".join(list(RULES)[1:]) + " |"]
     lines.append("| --- |" + " ---: |" * len(RULES))
     for model in MODELS:
