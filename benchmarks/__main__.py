@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 FOLDER = Path(__file__).parent
-NAMES = ("generate", "linear", "quality", "gpu")
+NAMES = ("generate", "linear", "quality", "clip", "gpu")
 
 
 def run(names: list[str]) -> int:
