@@ -1,8 +1,8 @@
 """`DQTConfig`: the weights of linear layers are low-bit codes while they are trained.
 
-It reads and writes the same kind of checkpoint as `LowBitConfig` (one `quant_method`); a section `training` in the saved
-config says that the codes are to be trained, and how the forward pass reads them. So a checkpoint of a Trainer is
-resumable, and is loaded for inference, as it is.
+It reads and writes the same kind of checkpoint as `LowBitConfig` (one `quant_method`); a section `training` in the
+saved config says that the codes are to be trained, and how the forward pass reads them. So a checkpoint of a Trainer
+is resumable, and is loaded for inference, as it is.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class DQTConfig(LowBitConfig):
         bits: of the stored codes: 8 (default; right for pretrained weights), 4, 3, 2 or "ternary".
         group_size: weights along the input that share a scale; None (default): one scale per output channel;
             "tensor": one in all.
-        forward_bits: what the forward pass multiplies with: None (default) the stored codes themselves; "ternary" their
-            ternary form (absmean, BitNet b1.58), which is what `freeze` stores. For training from scratch.
+        forward_bits: what the forward pass multiplies with: None (default) the stored codes themselves; "ternary"
+            their ternary form (absmean, BitNet b1.58), which is what `freeze` stores. For training from scratch.
         activation_bits: 8 rounds each token to 8 bits; "float" does not; None (default): 8 when the forward weights
             are ternary, as BitNet defines them, "float" otherwise.
         modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense.
         scale: "fixed" (default), or "learned": scales get gradients and are trained with the codes.
-        grad_dtype: dtype of the codes' gradients: None (default) is the model's; "bfloat16" halves their memory where a
-            float32 model trains under bfloat16 autocast.
+        grad_dtype: dtype of the codes' gradients: None (default) is the model's; "bfloat16" halves their memory
+            where a float32 model trains under bfloat16 autocast.
         dequantize: turn a checkpoint back into dense weights while loading.
 
     Linear layers and GPT-2's `Conv1D` are converted; embeddings, norms, output layers and fused experts stay float and
@@ -78,8 +78,8 @@ class DQTConfig(LowBitConfig):
             forward_bits = None
         if forward_bits is not None and (forward_bits != "ternary" or bits not in COARSE_FROM):
             raise ValueError(
-                f"`forward_bits`={forward_bits!r} with `bits`={bits!r} is not supported: use None (the stored codes), or "
-                f'"ternary" with `bits` of {list(COARSE_FROM)}.'
+                f"`forward_bits`={forward_bits!r} with `bits`={bits!r} is not supported: use None (the stored codes), "
+                f'or "ternary" with `bits` of {list(COARSE_FROM)}.'
             )
         if scale not in SCALES:
             raise ValueError(f"`scale`={scale!r} is not supported; use one of {list(SCALES)}.")
@@ -134,8 +134,8 @@ class DQTConfig(LowBitConfig):
         return cls(**{**fields, "training": dict(training)})
 
 
-# transformers compares the names of the two classes when a config is passed for a checkpoint that has one; ours are one
-# kind of checkpoint, and which of them fit is decided in sentences (`hf_lowbit/quantizers/transitions.py`)
+# transformers compares the names of the two classes when a config is passed for a checkpoint that has one; ours are
+# one kind of checkpoint, and which of them fit is decided in sentences (`hf_lowbit/quantizers/transitions.py`)
 DQTConfig.__name__ = LowBitConfig.__name__
 
 
@@ -153,4 +153,4 @@ def _read_training(training: Any) -> tuple:
     unknown = sorted(set(training) - {"method", *TRAINING_FIELDS})
     if unknown:
         raise TypeError(f"`training` has no field {unknown[0]!r}; it has {list(TRAINING_FIELDS)}.")
-    return tuple(training.get(field, default) for field, default in zip(TRAINING_FIELDS, (None, "fixed", None)))
+    return training.get("forward_bits"), training.get("scale", "fixed"), training.get("grad_dtype")

@@ -105,7 +105,7 @@ class LowBitConfig(QuantizationConfigMixin):
         """Build from saved fields; keyword arguments override single fields, and are checked like them."""
         if config_dict.get("training") is not None and cls is LowBitConfig:
             # one kind of checkpoint: the section says which of our configs it was written from
-            from .dqt import DQTConfig as cls  # noqa: N813
+            from .dqt import DQTConfig as cls
         own = {name: value for name, value in kwargs.items() if name in cls.fields}
         config = cls(**{**config_dict, **own})
         unused = {name: value for name, value in kwargs.items() if name not in cls.fields}

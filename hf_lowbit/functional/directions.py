@@ -12,8 +12,8 @@ formulas are those of torch.optim, so that a low-bit weight moves on average exa
                                                                            Shazeer and Stern 2018, algorithm 4
 
 t counts from 1. The factored second moment of Adafactor is a row vector and a column vector for the whole matrix, so
-it needs the whole matrix at once; the others work element by element. As in torch.optim.Adafactor, the step of a matrix
-is also multiplied by max(eps2, rms(w)), the relative step size; that is the caller's.
+it needs the whole matrix at once; the others work element by element. As in torch.optim.Adafactor, the step of a
+matrix is also multiplied by max(eps2, rms(w)), the relative step size; that is the caller's.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ beta2 = 0.999 a change is 0.1 % of the value and a level is 6 to 12 %.
 Signed moments below the range become 0, so a weight without gradient keeps a first moment of 0 and is never moved.
 Positive ones (second moments, which are divided by) become the smallest level instead.
 
-Blocks lie inside rows: a shard of whole rows holds the same states as the whole would. Shape legend: R rows, K columns,
-B blocks a row. Block-wise 8-bit states were introduced by Dettmers et al. 2022 ("8-bit Optimizers via Block-wise
-Quantization"), with a table and rounding to nearest; 4 bits by Li et al. 2023 ("Memory Efficient Optimizers with 4-bit
-States").
+Blocks lie inside rows: a shard of whole rows holds the same states as the whole would. Shape legend: R rows, K
+columns, B blocks a row. Block-wise 8-bit states were introduced by Dettmers et al. 2022 ("8-bit Optimizers via
+Block-wise Quantization"), with a table and rounding to nearest; 4 bits by Li et al. 2023 ("Memory Efficient
+Optimizers with 4-bit States").
 """
 
 from __future__ import annotations

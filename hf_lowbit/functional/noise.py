@@ -6,8 +6,8 @@ on 32-bit integers that wrap, where `mix` is a full-avalanche hash of two multip
 "lowbias32", C. Wellons, "Prospecting for hash functions", public domain) and k0, k1 are words of BLAKE2b(seed, step,
 name). So every element of every tensor at every step has noise of its own, which depends on nothing else: not on the
 number of threads, chunks or processes, not on what was drawn before, and not on torch's generators. That alone gives
-bit-exact resume and identical replicas. (A generator of each rank's own let two thirds of the packed bytes differ after
-five steps, unnoticed.)
+bit-exact resume and identical replicas. (A generator of each rank's own let two thirds of the packed bytes differ
+after five steps, unnoticed.)
 
 Rows and columns are those of the whole tensor, so a shard of it draws the noise that the whole would.
 

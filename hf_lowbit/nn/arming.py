@@ -9,7 +9,7 @@ from torch import nn
 
 from .classes import dense_class, kind_of, lowbit_class
 from .packed import LowBitModule
-from .trainable import Training, TrainableModule, hold_codes, release_codes
+from .trainable import TrainableModule, Training, hold_codes, release_codes
 
 
 # kinds of low-bit layers that have a trainable form

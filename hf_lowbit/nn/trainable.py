@@ -1,11 +1,11 @@
 """Trainable low-bit layers: the packed tensors of a low-bit layer behind a parameter that receives gradients.
 
-`arm` turns a low-bit layer into its trainable form and `disarm` back, both in place and without touching a code (unless
-the forward pass is coarser than the codes: then `disarm` packs what the forward pass multiplied with).
+`arm` turns a low-bit layer into its trainable form and `disarm` back, both in place and without touching a code
+(unless the forward pass is coarser than the codes: then `disarm` packs what the forward pass multiplied with).
 
-A trainable module's `weight` is a `CodesParameter`. Its state dict, and so every checkpoint, holds the plain tensors of
-the stored codes, under the same names as a low-bit layer's. Without gradients the forward pass is that of the low-bit
-layer which `disarm` would make, bit for bit.
+A trainable module's `weight` is a `CodesParameter`. Its state dict, and so every checkpoint, holds the plain tensors
+of the stored codes, under the same names as a low-bit layer's. Without gradients the forward pass is that of the
+low-bit layer which `disarm` would make, bit for bit.
 """
 
 from __future__ import annotations

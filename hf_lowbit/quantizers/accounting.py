@@ -15,7 +15,8 @@ from ..nn.trainable import TrainableModule
 
 
 def install_accounting() -> None:
-    """Wrap `num_parameters`, `get_memory_footprint` and `dtype` of `PreTrainedModel`; calling it again changes nothing."""
+    """Wrap `num_parameters`, `get_memory_footprint` and `dtype` of `PreTrainedModel`; calling it again changes
+    nothing."""
     if getattr(PreTrainedModel.num_parameters, "_hf_lowbit", False):
         return
     count, dtype = PreTrainedModel.num_parameters, PreTrainedModel.dtype

@@ -176,8 +176,8 @@ class LowBitQuantizer(HfQuantizer):
         armed = arm(model, Training(config.forward_bits, config.scale == "learned"), dtype)
         if not armed:
             raise ValueError(
-                f"no low-bit weight of {type(model).__name__} can be trained directly: they are embeddings, fused experts "
-                "or shared. Load it without `DQTConfig` and train adapters."
+                f"no low-bit weight of {type(model).__name__} can be trained directly: they are embeddings, fused "
+                "experts or shared. Load it without `DQTConfig` and train adapters."
             )
         if self._freeze:
             disarm(model)

@@ -63,8 +63,8 @@ def _difference(config: LowBitConfig, requested: dict, fields: tuple[str, ...]) 
         + ", ".join(f"`{field}`={getattr(config, field)!r}" for field in wrong)
         + ", but `quantization_config` asks for "
         + ", ".join(f"`{field}`={requested[field]!r}" for field in wrong)
-        + ". Load it without `quantization_config`; or load it with `dequantize=True` and quantize the result again with "
-        "hf_lowbit.quantize."
+        + ". Load it without `quantization_config`; or load it with `dequantize=True` and quantize the result again "
+        "with hf_lowbit.quantize."
     )
 
 
