@@ -162,6 +162,7 @@ def _refuse_writes(func, args, kwargs) -> None:
         if any(isinstance(v, CodesParameter) for v in values):
             raise RuntimeError(
                 f"`{func}` would write floats into a trainable low-bit weight. Its codes are trained by direct "
-                "updates only: add `hf_lowbit.DQTCallback()` to the Trainer's callbacks, or use `hf_lowbit.DQTOptimizer` in "
-                "a loop of your own. To leave low-bit weights as they are, set `requires_grad_(False)` on them."
+                "updates only: add `hf_lowbit.DQTCallback()` to the Trainer's callbacks, or use "
+                "`hf_lowbit.DQTOptimizer` in a loop of your own. To leave low-bit weights as they are, set "
+                "`requires_grad_(False)` on them."
             )

@@ -89,6 +89,8 @@ class TrainableModule(LowBitModule):
         """Let the weight read the scale that the module holds now."""
         weight, scale = self._parameters["weight"], self._parameters["weight_scale"]
         weight.scale, weight.zero_point = scale.detach(), self._parameters["weight_zero_point"]
+        # what tells an optimizer that this parameter is moved by factors
+        scale._hf_lowbit_scale = True
 
     @contextmanager
     def plain(self):
@@ -175,6 +177,7 @@ def hold_codes(module: TrainableModule, training: Training, dtype: torch.dtype) 
     stored, zero_point = module._parameters["weight"].detach(), module._parameters["weight_zero_point"]
     module.__dict__.pop("_form", None)
     module._parameters["weight"] = make_parameter(stored, scale.detach(), zero_point, packed, dtype)
+    module.relink()
 
 
 def release_codes(module: TrainableModule) -> None:
