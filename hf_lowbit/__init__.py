@@ -20,14 +20,30 @@ if TYPE_CHECKING:
     from .nn.codes import codes
     from .quantizers.freeze import freeze
     from .quantizers.memory import quantize
+    from .training.callback import DQTCallback
+    from .training.optimizer import DQTOptimizer
 
 
 __version__ = "0.1.0"
-__all__ = ["DQTConfig", "LowBitConfig", "Scheme", "codes", "freeze", "inspect", "push_to_hub", "quantize", "report"]
+__all__ = [
+    "DQTCallback",
+    "DQTConfig",
+    "DQTOptimizer",
+    "LowBitConfig",
+    "Scheme",
+    "codes",
+    "freeze",
+    "inspect",
+    "push_to_hub",
+    "quantize",
+    "report",
+]
 
 # where each public name lives
 _HOMES = {
+    "DQTCallback": "training.callback",
     "DQTConfig": "configs",
+    "DQTOptimizer": "training.optimizer",
     "LowBitConfig": "configs",
     "Scheme": "configs",
     "codes": "nn.codes",
