@@ -28,8 +28,8 @@ from torch import Tensor
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 # a third multiplication draws a second, independent word where states are rounded too
 THIRD = 0x31848BAB
-# u has as many bits
-BITS = 31
+# the float32 below 2^-31: the largest words are rounded up to 2^31, and u must stay below 1
+UNIT = 2.0**-31 * (1 - 2.0**-24)
 
 
 class Key(NamedTuple):
@@ -68,8 +68,8 @@ def more_words(x: Tensor) -> Tensor:
 
 
 def uniform(x: Tensor) -> Tensor:
-    """u float32 in [0, 1] of words: (x mod 2^31) / 2^31, rounded to the nearest float32."""
-    return (x & 0x7FFFFFFF).to(torch.float32).mul_(2.0**-BITS)
+    """u float32 in [0, 1] of words: (x mod 2^31) / 2^31, rounded to float32."""
+    return (x & 0x7FFFFFFF).to(torch.float32).mul_(UNIT)
 
 
 def _counter(start: int, stop: int, offset: int, device) -> Tensor:

@@ -22,7 +22,7 @@ from .grid import Grid
 
 
 def round_step(step: Tensor, noise: Tensor) -> Tensor:
-    """Whole levels to move: float32, with mean `step` (float32, in grid units). `noise` in [0, 1] of the same
+    """Whole levels to move: float32, with mean `step` (float32, in grid units). `noise` in [0, 1) of the same
     shape."""
     levels = step.abs().sub_(noise).ceil_()
     return levels.copysign_(step)

@@ -4,7 +4,7 @@ Gradients need a floating-point leaf of the weight's dense shape, for autograd, 
 accumulation, hooks and DDP to find. Packed codes are neither floating-point nor of that shape. So the codes and scale
 sit inside a tensor subclass without storage of its own, which reports the dense shape and a float dtype:
 
-- reading it with any torch function dequantizes it for that one call,
+- reading it with any torch function dequantizes it for that one call; a view of it is a copy,
 - its gradient is an ordinary dense tensor,
 - writing to it raises: codes change by direct updates only (`hf_lowbit/training`). An optimizer that added its step to
   the dequantized numbers would round it away, or round every weight anew. The one write that is accepted is a copy of
@@ -66,6 +66,10 @@ class CodesParameter(Tensor):
 
     def __repr__(self, *, tensor_contents=None):
         return f"CodesParameter(shape={tuple(self.shape)}, bits={self.packed.scheme.bits}, dtype={self.dtype})"
+
+    def __setitem__(self, index, value):
+        # would go through a view, which is a copy here: the write would be lost
+        _refuse("__setitem__")
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
@@ -160,9 +164,13 @@ def _refuse_writes(func, args, kwargs) -> None:
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         values = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(v, CodesParameter) for v in values):
-            raise RuntimeError(
-                f"`{func}` would write floats into a trainable low-bit weight. Its codes are trained by direct "
-                "updates only: add `hf_lowbit.DQTCallback()` to the Trainer's callbacks, or use "
-                "`hf_lowbit.DQTOptimizer` in a loop of your own. To leave low-bit weights as they are, set "
-                "`requires_grad_(False)` on them."
-            )
+            _refuse(func)
+
+
+def _refuse(name) -> None:
+    raise RuntimeError(
+        f"`{name}` would write floats into a trainable low-bit weight. Its codes are trained by direct "
+        "updates only: add `hf_lowbit.DQTCallback()` to the Trainer's callbacks, or use "
+        "`hf_lowbit.DQTOptimizer` in a loop of your own. To leave low-bit weights as they are, set "
+        "`requires_grad_(False)` on them."
+    )

@@ -121,8 +121,8 @@ class DQTOptimizer(Optimizer):
         """Called in the backward pass, when a weight's gradient is there."""
         if leaf.name in self._released:
             raise RuntimeError(
-                f"`release_gradients`=True got a second gradient for `{leaf.name}` before `step()`: gradients can't be "
-                "accumulated over backward passes, and a weight can't be used twice: its first update is done."
+                f"`release_gradients`=True got a second gradient for `{leaf.name}` before `step()`: they can't be "
+                "accumulated over backward passes, and a weight can't be used twice: its update is done."
             )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             if torch.distributed.get_world_size() > 1:

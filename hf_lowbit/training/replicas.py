@@ -51,8 +51,9 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
     if len(set(digests)) > 1:
         groups = {d: [rank for rank, other in enumerate(digests) if other == d] for d in digests}
         raise RuntimeError(
-            f"the replicas hold different low-bit weights at step {step}: ranks {sorted(groups.values())} differ. "
-            "Give every process the same `seed` and the same model, let DDP average the gradients of every step, and let nothing else write to the weights."
+            f"the replicas hold different low-bit weights at step {step}; agreeing ranks: {sorted(groups.values())}. "
+            "Give every process the same `seed` and model, let DDP average the gradients of every step, and let nothing "
+            "else write to the weights."
         )
 
 
