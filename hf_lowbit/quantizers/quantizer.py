@@ -182,6 +182,7 @@ class LowBitQuantizer(HfQuantizer):
         if self._freeze:
             disarm(model)
             self.quantization_config = config.frozen()
+            self.postprocess_config(model)
 
     def record(self, model) -> None:
         """Write what is low-bit, with schemes and shapes, into the config: this is what gets saved."""

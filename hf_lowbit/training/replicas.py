@@ -52,8 +52,8 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
         groups = {d: [rank for rank, other in enumerate(digests) if other == d] for d in digests}
         raise RuntimeError(
             f"the replicas hold different low-bit weights at step {step}; agreeing ranks: {sorted(groups.values())}. "
-            "Give every process the same `seed` and model, let DDP average the gradients of every step, and let nothing "
-            "else write to the weights."
+            "Give every process the same `seed` and model, let DDP average the gradients of every step, and let "
+            "nothing else write to the weights."
         )
 
 

@@ -154,11 +154,9 @@ def test_deployed_model_is_the_trained_one(tmp_path):
     frozen.save_pretrained(tmp_path / "frozen")
     for folder in ("out", "frozen"):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        evaluated = (
-            Trainer(model=again, args=arguments(tmp_path), eval_dataset=Sentences(9)) if folder == "out" else None
-        )
-        if evaluated is not None:
-            assert evaluated.evaluate()["eval_loss"] == loss
+        if folder == "out":
+            evaluation = Trainer(model=again, args=arguments(tmp_path), eval_dataset=Sentences(9))
+            assert evaluation.evaluate()["eval_loss"] == loss
         made.eval()
         with torch.no_grad():
             assert torch.equal(again(Sentences(9).ids).logits, made(Sentences(9).ids).logits)
@@ -168,8 +166,8 @@ def test_deployed_model_is_the_trained_one(tmp_path):
 
 def test_best_model_is_loaded_at_the_end(tmp_path):
     made, trainer, _ = train(
-        tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-        learning_rate=1e-2,
+        tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, learning_rate=1e-2,
     )  # fmt: skip
     best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
     assert different(snapshot(made), snapshot(best)) == []
