@@ -22,7 +22,7 @@ from benchmarks.scratch_models import BATCH, CONTEXT, METHODS, SIZES, Run, held_
 
 RATES = (1e-3, 3e-3, 1e-2)
 SEEDS = (0, 1, 2)
-STEPS = {"0.3M": (300,)}
+STEPS = {"0.3M": (400,)}
 VALIDATION, TEST = ("northangerabbey", 64), ("persuasion", 256)
 
 

@@ -27,7 +27,7 @@ from hf_lowbit.functional.linear import quantize_activations
 from hf_lowbit.training import leaves
 
 
-CONTEXT, BATCH = 128, 16
+CONTEXT, BATCH = 128, 8
 SIZES = {
     "0.3M": {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4},
     "1M": {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 5},
@@ -42,7 +42,6 @@ METHODS = {
     "dqt-ternary": ({"bits": "ternary"}, False),
     "dqt-ternary-learned-scale": ({"bits": "ternary", "scale": "learned"}, False),
     "dqt-8-nearest": ({"bits": 8}, True),
-    "dqt-4-nearest": ({"bits": 4}, True),
     "dqt-ternary-nearest": ({"bits": "ternary"}, True),
 }
 
