@@ -92,7 +92,7 @@ def decode(codes: Tensor, base: Tensor, bits: int, signed: bool, columns: int) -
     blocks = blocks_of(columns, bits)
     fields = _unpack(codes, bits, columns, signed)
     level = fields.abs() if signed else fields
-    pattern = _cut(level, blocks).add(base.unsqueeze(2)).bitwise_left_shift_(shift)
+    pattern = _cut(level, blocks).add(base.unsqueeze(2)).mul_(1 << shift)
     x = pattern.view(torch.float32).reshape(codes.shape[0], -1)[:, :columns]
     # the sign of level 0 is 0
     return x * fields.clamp_(-1, 1).to(torch.float32) if signed else x.contiguous()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import sys
 
-import torch
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
@@ -25,7 +24,7 @@ from .leaves import Leaf
 from .monitor import Monitor
 from .optimizer import STATE_KEY, DQTOptimizer
 from .replicas import check_replicas, synchronize, world_size
-from .updater import Step, Updater, direct_parameters
+from .updater import Step, Updater, all_finite, direct_parameters
 
 
 logger = logging.get_logger(__name__)
@@ -164,7 +163,7 @@ class DQTCallback(TrainerCallback):
 
     def _all_finite(self, model: nn.Module) -> bool:
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        return not grads or bool(torch.isfinite(torch.nn.utils.get_total_norm(grads, norm_type=float("inf"))))
+        return all_finite(grads)
 
     def _find_groups(self, optimizer, updater: Updater) -> dict[str, dict]:
         by_parameter = {id(p): group for group in optimizer.param_groups for p in group["params"]}

@@ -7,6 +7,7 @@ result does not depend on the chunks: noise belongs to the element.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..functional.noise import column_words, key_of, more_words, row_words, words
@@ -15,8 +16,9 @@ from .rules import Rule
 from .states import States
 
 
-# torch runs operations of this size on one thread, and they stay in a core's cache; a GPU wants all at once
-CHUNK = {"cpu": 1 << 15}
+# torch runs operations of fewer than 2^15 elements on one thread, and they stay in a core's cache; a single thread is
+# better off with twice as many, a GPU with all at once
+CHUNK = (1 << 15) - 1
 LARGE_CHUNK = 1 << 24
 
 
@@ -30,7 +32,7 @@ def step_leaf(
     states.tensors["t"] += 1
     t = states.tensors["t"]
     device = grad.device
-    per_chunk = leaf.rows if rule.whole else max(1, CHUNK.get(device.type, LARGE_CHUNK) // max(1, leaf.columns))
+    per_chunk = leaf.rows if rule.whole else max(1, chunk_size(device) // max(1, leaf.columns))
     noisy = leaf.needs_noise or states.needs_noise
     if noisy:
         key = key_of(seed, step, leaf.name)
@@ -46,3 +48,10 @@ def step_leaf(
         moved = leaf.move(rows, u.mul_(-rate), lr * decay, word)
         changed, levels = changed + moved.changed, levels + moved.levels
     return Moved(changed, levels)
+
+
+def chunk_size(device: torch.device) -> int:
+    """Elements that are updated at a time."""
+    if device.type != "cpu":
+        return LARGE_CHUNK
+    return CHUNK if torch.get_num_threads() > 1 else 2 * CHUNK

@@ -80,7 +80,7 @@ class Updater:
     def finite(self) -> bool:
         """Are all gradients finite numbers?"""
         grads = [leaf.parameter.grad for leaf in self.leaves.values() if leaf.parameter.grad is not None]
-        return not grads or bool(torch.isfinite(torch.nn.utils.get_total_norm(grads, norm_type=float("inf"))))
+        return all_finite(grads)
 
     def step(self, rates: Callable[[Leaf], tuple[float, float]]) -> Step:
         """Move every weight that has a gradient; `rates(leaf)` gives (learning rate, weight decay).
@@ -149,6 +149,14 @@ class Updater:
         self.state, self._states = state, {}
         for name in state["weights"]:
             self.states(self.leaves[name])
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Are all numbers finite? A sum is fast and shows NaN and infinity; one that overflowed is looked at again."""
+    if not tensors:
+        return True
+    sums = torch.stack([tensor.detach().sum(dtype=torch.float32) for tensor in tensors])
+    return bool(torch.isfinite(sums).all()) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def plain_name(name: str) -> str:

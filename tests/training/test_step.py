@@ -62,7 +62,7 @@ def test_first_adam_step_is_the_definition(bits, group_size, decay):
 def test_chunks_do_not_matter(name, bits, monkeypatch):
     results = []
     for chunk in (50, 1 << 15):
-        monkeypatch.setitem(step_module.CHUNK, "cpu", chunk)
+        monkeypatch.setattr(step_module, "CHUNK", chunk)
         module = layer(8, None, shape=(60, 100))
         leaf, rule = CodesLeaf("w", module.weight), make_rule(name, {})
         states = States(rule, leaf.rows, leaf.columns, bits, "cpu")
