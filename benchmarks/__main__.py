@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 FOLDER = Path(__file__).parent
-NAMES = ("linear", "quality")
+NAMES = ("linear", "quality", "direct_training", "training_memory")
 
 
 def run(names: list[str]) -> int:
