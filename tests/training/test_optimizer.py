@@ -38,22 +38,21 @@ def train(module, optimizer, steps=6, start=0, scheduler=None, clip=None):
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_learns(mode):
     module = model(**MODES[mode])
-    losses = train(module, lb.DQTOptimizer(module, lr=5e-3), steps=30)
+    losses = train(module, lb.DQTOptimizer(module, lr=5e-3), steps=20)
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
 
 
 @pytest.mark.parametrize("state_bits", [32, 16, 8, 4])
-@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_every_rule_learns_at_every_state_width(rule, state_bits):
     module = model()
     rate = {"adamw": 3e-3, "lion": 1e-3, "sgd": 0.05, "adafactor": 3e-2}[rule]
-    losses = train(module, lb.DQTOptimizer(module, lr=rate, optimizer=rule, state_bits=state_bits), steps=24)
+    losses = train(module, lb.DQTOptimizer(module, lr=rate, optimizer=rule, state_bits=state_bits), steps=16)
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
 
 
-@pytest.mark.parametrize("mode", ["8-ternary-forward", "8-learned-scale", "ternary"])
-@pytest.mark.parametrize("state_bits", [32, 8, 4])
-@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("mode", ["8-learned-scale", "ternary"])
+@pytest.mark.parametrize(("rule", "state_bits"), zip(sorted(RULES), [4, 8, 16, 32], strict=True))
 def test_resume_is_bit_exact(rule, state_bits, mode):
     def make():
         module = model(**MODES[mode])

@@ -92,7 +92,7 @@ def test_rows_without_gradient_stay(name, bits):
 def test_mean_over_seeds_is_the_float_step(bits):
     """Many seeds from one start: the mean of the codes goes where torch would put the float weight."""
     module = layer(bits, None)
-    start, grad, seeds = module.stored().clone(), grad_of(module), 2000
+    start, grad, seeds = module.stored().clone(), grad_of(module), 1000
     scale, codes = module.weight_scale.detach(), module.codes().float()
     total = torch.zeros_like(codes, dtype=torch.float64)
     leaf, rule = CodesLeaf("w", module.weight), make_rule("adamw", {})

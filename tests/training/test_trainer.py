@@ -45,8 +45,10 @@ def test_every_mode_trains_and_counts_changed_codes(mode, tmp_path):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
+PAIRS = list(zip(sorted(RULES), ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"], strict=True))
+
+
+@pytest.mark.parametrize(("rule", "optim"), PAIRS)
 def test_any_rule_beside_any_optimizer_of_the_trainer(rule, optim, tmp_path):
     made, _, callback = train(tmp_path, callback=lb.DQTCallback(rule), max_steps=2, optim=optim)
     assert callback.changed_codes > 0
@@ -249,6 +251,7 @@ def test_torch_compile(tmp_path):
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_compiled_forward_and_backward_have_no_graph_break():
     made = model().eval()
     ids = Sentences().ids[:2]
