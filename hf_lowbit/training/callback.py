@@ -99,6 +99,7 @@ class DQTCallback(TrainerCallback):
         inner.state[STATE_KEY] = updater.state
         self._groups = self._find_groups(inner, updater)
         self._parameters, self._updater, self._optimizer = parameters, updater, inner
+        self.changed_codes, self.last_step = 0, Step()
         inner._hf_lowbit_callback = self
         synchronize(parameters)
         check_replicas(parameters, state.global_step)

@@ -208,7 +208,10 @@ def test_report_of_a_trainable_model():
 
 
 def test_card_of_a_trainable_checkpoint(trainable_folder):
+    from hf_lowbit.hub.card import render_card
     from hf_lowbit.hub.facts import from_checkpoint
 
-    facts = from_checkpoint(trainable_folder(bits=8, forward_bits="ternary"))
-    assert facts.bits == [8]
+    folder = trainable_folder(bits=8, forward_bits="ternary")
+    assert from_checkpoint(folder).bits == [8]
+    card = str(render_card(folder, online=False))
+    assert "the codes themselves are trained" in card and "their ternary form" in card
