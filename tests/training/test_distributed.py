@@ -15,7 +15,7 @@ from tests.training.runs import Sentences, different, model, snapshot
 
 ROOT = Path(__file__).parents[2]
 # seconds; a process that waits for one that died would wait for ever
-PATIENCE = 240
+PATIENCE = 600
 
 
 JOBS = ("trainer:8-ternary-forward", "loop", "start", "diverged", "ranks_own_noise", "accelerate", "release")
