@@ -15,20 +15,39 @@ import _hf_lowbit_autoload
 if TYPE_CHECKING:
     from .compress.inspect import inspect
     from .compress.report import report
-    from .configs import LowBitConfig, Scheme
+    from .configs import DQTConfig, LowBitConfig, Scheme
     from .hub import push_to_hub
     from .nn.codes import codes
+    from .quantizers.freeze import freeze
     from .quantizers.memory import quantize
+    from .training.callback import DQTCallback
+    from .training.optimizer import DQTOptimizer
 
 
 __version__ = "0.1.0"
-__all__ = ["LowBitConfig", "Scheme", "codes", "inspect", "push_to_hub", "quantize", "report"]
+__all__ = [
+    "DQTCallback",
+    "DQTConfig",
+    "DQTOptimizer",
+    "LowBitConfig",
+    "Scheme",
+    "codes",
+    "freeze",
+    "inspect",
+    "push_to_hub",
+    "quantize",
+    "report",
+]
 
 # where each public name lives
 _HOMES = {
+    "DQTCallback": "training.callback",
+    "DQTConfig": "configs",
+    "DQTOptimizer": "training.optimizer",
     "LowBitConfig": "configs",
     "Scheme": "configs",
     "codes": "nn.codes",
+    "freeze": "quantizers.freeze",
     "inspect": "compress.inspect",
     "push_to_hub": "hub",
     "quantize": "quantizers.memory",

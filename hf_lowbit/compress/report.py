@@ -17,6 +17,7 @@ from ..nn.names import first_match
 from ..nn.packed import LowBitModule, PackedWeight
 from ..nn.rules import default_reasons, find_reason, hard_reasons, tied_groups
 from ..nn.targets import candidates, obstacle
+from ..nn.trainable import TrainableModule
 from .table import megabytes, render_table
 
 
@@ -111,13 +112,19 @@ def report(model: nn.Module) -> Report:
 def _lowbit_row(
     full: str, module: LowBitModule, parameter: str, packed: PackedWeight, dtype: torch.dtype
 ) -> ModuleReport:
-    tensors = [module._parameters[parameter + suffix] for suffix in packed.tensors()]
+    tensors = [
+        module.stored(parameter),
+        *(module._parameters[parameter + suffix] for suffix in packed.tensors() if suffix),
+    ]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if hasattr(module, "output_like"):
         kernel, reason = "lookup", "rows are unpacked when they are looked up"
     else:
-        choice = choose(problem_for(module, parameter, packed, 1, dtype))
+        used = module.forward_packed() if isinstance(module, TrainableModule) else packed
+        choice = choose(problem_for(module, parameter, used, 1, dtype))
         kernel, reason = choice.kernel.name, choice.reason
+        if isinstance(module, TrainableModule) and module.weight.requires_grad:
+            reason = f"trained directly; evaluated so: {reason}"
     return ModuleReport(full, type(module).__name__, packed.shape, packed.scheme, packed.parameters, size,
                         8 * size / max(packed.parameters, 1), kernel, reason)  # fmt: skip
 

@@ -1,7 +1,8 @@
 """What the user asked for: plain JSON configs, checked in sentences before any work starts."""
 
+from .dqt import DQTConfig
 from .lowbit import LowBitConfig
 from .scheme import Scheme
 
 
-__all__ = ["LowBitConfig", "Scheme"]
+__all__ = ["DQTConfig", "LowBitConfig", "Scheme"]

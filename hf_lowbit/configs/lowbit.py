@@ -50,6 +50,12 @@ class LowBitConfig(QuantizationConfigMixin):
         NotImplementedError: for what is announced but not available yet.
     """
 
+    fields = FIELDS
+    # kinds of weights that are converted; None: all that have a low-bit form
+    kinds: tuple[str, ...] | None = None
+    # how the codes are trained (see DQTConfig); None: they are not
+    training: dict[str, Any] | None = None
+
     def __init__(
         self,
         bits: str | int = 4,
@@ -64,7 +70,7 @@ class LowBitConfig(QuantizationConfigMixin):
         dequantize: bool = False,
         **kwargs,
     ):
-        _check_rest(kwargs)
+        _check_rest(kwargs, type(self))
         self.quant_method = QUANT_METHOD
         if isinstance(bits, float):
             raise NotImplementedError(
@@ -97,9 +103,12 @@ class LowBitConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
         """Build from saved fields; keyword arguments override single fields, and are checked like them."""
-        own = {name: value for name, value in kwargs.items() if name in FIELDS}
+        if config_dict.get("training") is not None and cls is LowBitConfig:
+            # one kind of checkpoint: the section says which of our configs it was written from
+            from .dqt import DQTConfig as cls
+        own = {name: value for name, value in kwargs.items() if name in cls.fields}
         config = cls(**{**config_dict, **own})
-        unused = {name: value for name, value in kwargs.items() if name not in FIELDS}
+        unused = {name: value for name, value in kwargs.items() if name not in cls.fields}
         return (config, unused) if return_unused_kwargs else config
 
     @property
@@ -166,10 +175,10 @@ class LowBitConfig(QuantizationConfigMixin):
     __hash__ = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} {self.to_json_string()}"
+        return f"{type(self).__qualname__} {self.to_json_string()}"
 
 
-def _check_rest(rest: dict) -> None:
+def _check_rest(rest: dict, owner: type) -> None:
     """Accept the bookkeeping keys of a saved config, refuse every unknown field by name."""
     method = rest.pop("quant_method", QUANT_METHOD)
     if method != QUANT_METHOD:
@@ -183,9 +192,9 @@ def _check_rest(rest: dict) -> None:
             "upgrade hf_lowbit."
         )
     for name in rest:
-        close = difflib.get_close_matches(name, FIELDS, n=1)
-        hint = f"; did you mean `{close[0]}`?" if close else f"; the fields are {list(FIELDS)}."
-        raise TypeError(f"LowBitConfig has no field `{name}`{hint}")
+        close = difflib.get_close_matches(name, owner.fields, n=1)
+        hint = f"; did you mean `{close[0]}`?" if close else f"; the fields are {list(owner.fields)}."
+        raise TypeError(f"{owner.__qualname__} has no field `{name}`{hint}")
 
 
 def _read_modules(modules, group_size: int | str | None) -> tuple[dict[str, Scheme], dict[str, tuple[int, ...]]]:

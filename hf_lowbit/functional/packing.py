@@ -8,6 +8,8 @@ shifts.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,8 +60,19 @@ def unpack(packed: Tensor, grid: Grid, in_features: int) -> Tensor:
     return fields.view(torch.int8) + grid.qmin
 
 
+# fields of 2 and 4 bits move between a byte and the bytes of one integer by shifts, all fields of it at a time
+SPREAD = {2: (torch.int32, 6, 0x03030303), 4: (torch.int16, 4, 0x0F0F)}
+
+
 def _pack_fields(fields: Tensor, width: int) -> Tensor:
     per_byte = 8 // width
+    if width in SPREAD and fields.shape[-1] % per_byte == 0 and _whole(fields):
+        dtype, shift, _ = SPREAD[width]
+        wide = fields.contiguous().view(dtype)
+        packed = wide.clone()
+        for position in range(1, per_byte):
+            packed |= wide >> (position * shift)
+        return packed.bitwise_and_(0xFF).to(torch.uint8).view(torch.int8)
     fields = F.pad(fields, (0, -fields.shape[-1] % per_byte))
     fields = fields.unflatten(-1, (fields.shape[-1] // per_byte, per_byte))
     packed = fields[..., 0].clone()
@@ -70,6 +83,21 @@ def _pack_fields(fields: Tensor, width: int) -> Tensor:
 
 def _unpack_fields(stored: Tensor, width: int, in_features: int) -> Tensor:
     mask = (1 << width) - 1
+    if width in SPREAD and _whole(stored):
+        dtype, shift, wide_mask = SPREAD[width]
+        # contiguous, and not merely dense: one column may have any stride
+        wide = stored.to(dtype, memory_format=torch.contiguous_format).reshape(-1)
+        fields = wide.clone()
+        for position in range(1, 8 // width):
+            # a product, since torch's left shift does not use vector instructions
+            fields |= wide * (1 << (position * shift))
+        fields = fields.bitwise_and_(wide_mask).view(torch.uint8).view(*stored.shape[:-1], -1)
+        return fields if fields.shape[-1] == in_features else fields[..., :in_features].contiguous()
     fields = torch.stack([(stored >> (position * width)) & mask for position in range(8 // width)], dim=-1)
     # contiguous, since the callers reinterpret the bytes
     return fields.flatten(-2)[..., :in_features].contiguous()
+
+
+def _whole(x: Tensor) -> bool:
+    """Can the bytes of `x` be read as wider integers? Not on big-endian machines, where their order differs."""
+    return x.numel() > 0 and x.ndim > 0 and sys.byteorder == "little"

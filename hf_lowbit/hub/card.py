@@ -175,12 +175,22 @@ def _numbers(measured: facts.Facts, base: origin.Origin) -> str:
         [
             ("Architecture", markdown.code(measured.architecture)),
             ("Method", METHODS.get(method) or markdown.code(method)),
+            *_training(measured.config.get("training")),
             ("Parameters", f"{measured.parameters:,}"),
             ("In low bits", f"{measured.lowbit_parameters:,}, with {measured.bits_per_weight:.2f} bits per weight"),
             ("Size of all tensors", markdown.size(measured.bytes)),
             ("The same model in 16 bits", markdown.size(2 * measured.parameters)),
         ],
     )
+
+
+def _training(training: Mapping | None) -> list[tuple[str, str]]:
+    """What a checkpoint of direct training says about itself."""
+    if not training:
+        return []
+    form = "the stored codes" if training.get("forward_bits") is None else "their ternary form"
+    text = f"the codes themselves are trained (Direct Quantized Training); the forward pass multiplies with {form}"
+    return [("Training", text)]
 
 
 def _lowbit_table(groups: list[facts.Group]) -> str:

@@ -104,7 +104,7 @@ def from_checkpoint(folder: str | Path) -> Facts:
             f"`{folder.name}` is not a low-bit checkpoint: its config.json has no `quantization_config` of "
             f"{QUANT_METHOD!r}. Compress the model first, then save it with save_pretrained."
         )
-    quantization = LowBitConfig(**stored)
+    quantization = LowBitConfig.from_dict(stored)
     sizes, rows = tensor_sizes(folder), []
     for name, shape in quantization.shapes.items():
         # experts are listed by their parameter, everything else by the module that owns `weight`

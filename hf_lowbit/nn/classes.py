@@ -19,10 +19,12 @@ from .experts import LowBitExperts, stack_property
 from .linear import LowBitConv1D, LowBitLinear
 from .packed import LowBitModule
 from .reads import is_plain_product, only_scales
+from .trainable import TrainableConv1D, TrainableLinear
 
 
 KINDS = {"linear": (nn.Linear, LowBitLinear), "conv1d": (Conv1D, LowBitConv1D),
-         "embedding": (nn.Embedding, LowBitEmbedding)}  # fmt: skip
+         "embedding": (nn.Embedding, LowBitEmbedding), "trainable-linear": (nn.Linear, TrainableLinear),
+         "trainable-conv1d": (Conv1D, TrainableConv1D)}  # fmt: skip
 
 
 @cache
@@ -37,13 +39,21 @@ def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...]) -> type:
             return lowbit
         if kind == "embedding" and only_scales(dense_class):
             bases = (LowBitScaledEmbedding, dense_class)
-        elif kind == "linear" and is_plain_product(dense_class):
+        elif kind.endswith("linear") and is_plain_product(dense_class):
             bases = (lowbit, dense_class)
         else:
             bases = (dense_class, lowbit)
         body = {}
     body |= {"__reduce_ex__": _reduce, "__module__": __name__, "_made_from": (dense_class, kind, names)}
     return type(f"LowBit{dense_class.__name__}", bases, body)
+
+
+def kind_of(module: LowBitModule) -> str:
+    """The kind a low-bit module was converted as: a key of `KINDS`, or "experts"."""
+    made_from = getattr(type(module), "_made_from", None)
+    if made_from is not None:
+        return made_from[1]
+    return next(kind for kind, (_, lowbit) in KINDS.items() if type(module) is lowbit)
 
 
 def dense_class(module: LowBitModule) -> type:

@@ -115,10 +115,14 @@ class LowBitModule(nn.Module):
         """Names of the scales and zero points."""
         return [name + suffix for name, packed in self.lowbit.items() for suffix in packed.tensors() if suffix]
 
+    def stored(self, name: str = "weight") -> Tensor:
+        """The packed bytes of parameter `name`."""
+        return self._parameters[name].detach()
+
     def codes(self, name: str = "weight") -> Tensor:
         """Signed codes int8 [N, K] (with a leading E for experts), in storage orientation."""
         packed = self.lowbit[name]
-        codes = unpack(self._parameters[name].detach(), grid_of(packed.scheme.bits), packed.in_features)
+        codes = unpack(self.stored(name), grid_of(packed.scheme.bits), packed.in_features)
         return codes.view(*packed.experts, packed.out_features, packed.in_features)
 
     def dense_weight(self, name: str = "weight", dtype: torch.dtype = torch.float32) -> Tensor:

@@ -24,6 +24,7 @@ class Request(Protocol):
     modules: dict[str, Scheme]
     modules_to_not_convert: list[str]
     default_scheme: Scheme
+    kinds: tuple[str, ...] | None
 
 
 @dataclass
@@ -81,7 +82,9 @@ def decide(model: nn.Module, request: Request) -> list[Target]:
                 refused.append(f"`{name}`: {reason}")
         elif asked is None:
             reason = find_reason(default, module_name) or _tied_reason(target.parameter_name, ties)
-            if kind == "embedding":
+            if request.kinds is not None and kind not in request.kinds:
+                reason = reason or f"direct training is for linear layers, not for {kind}"
+            elif kind == "embedding":
                 reason = reason or "embeddings are converted only when `modules` names them"
         target.reason = reason or "converted"
         if reason is None:

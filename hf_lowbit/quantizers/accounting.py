@@ -9,11 +9,14 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from ..nn.arming import trainable_modules
 from ..nn.packed import LowBitModule
+from ..nn.trainable import TrainableModule
 
 
 def install_accounting() -> None:
-    """Wrap `num_parameters` and `dtype` of `PreTrainedModel`; calling it again changes nothing."""
+    """Wrap `num_parameters`, `get_memory_footprint` and `dtype` of `PreTrainedModel`; calling it again changes
+    nothing."""
     if getattr(PreTrainedModel.num_parameters, "_hf_lowbit", False):
         return
     count, dtype = PreTrainedModel.num_parameters, PreTrainedModel.dtype
@@ -25,6 +28,16 @@ def install_accounting() -> None:
     num_parameters.__doc__ = count.__doc__
     num_parameters._hf_lowbit = True
     PreTrainedModel.num_parameters = num_parameters
+    footprint = PreTrainedModel.get_memory_footprint
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        # a trainable weight reports a float dtype and its dense shape, and holds neither
+        slots = {id(m._parameters["weight"]): m for _, m in trainable_modules(self)}
+        over = sum(m.weight.nelement() * m.weight.element_size() - m.stored().nelement() for m in slots.values())
+        return footprint(self, return_buffers) - over
+
+    get_memory_footprint.__doc__ = footprint.__doc__
+    PreTrainedModel.get_memory_footprint = get_memory_footprint
     PreTrainedModel.dtype = property(lambda self: _dtype(self) or dtype.fget(self), doc=dtype.__doc__)
 
 
@@ -32,8 +45,13 @@ def _difference(model: PreTrainedModel, only_trainable: bool, exclude_embeddings
     """Logical weights minus stored elements, over the packed parameters that the plain count includes."""
     difference, seen = 0, set()
     for module in model.modules():
+        if isinstance(module, TrainableModule):
+            # its weight has the dense shape already
+            scales = [module._parameters[name] for name in module.companions()]
+            difference -= sum(t.numel() for t in scales if t.requires_grad or not only_trainable)
+            continue
         if not isinstance(module, LowBitModule) or only_trainable:
-            # packed weights are never trainable, so the plain count left them out
+            # packed weights without a slot take no gradient, so the plain count left them out
             continue
         table = isinstance(module, torch.nn.Embedding)
         for name, packed in module.lowbit.items():

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
+from ..configs.dqt import DQTConfig
 from ..configs.lowbit import LowBitConfig
+from ..nn.arming import trainable_modules
 from ..nn.packed import LowBitModule
 from ..nn.swap import convert, flatten_head
 from ..nn.targets import find_targets
 from .quantizer import LowBitQuantizer
+from .transitions import settle
 
 
 def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
-    """Convert `model` in place, layer by layer, and return it.
+    """Convert `model` in place, layer by layer, and return it. With a `DQTConfig` its low-bit weights are trainable.
 
     What `from_pretrained(quantization_config=config)` does while loading, for a model built with `from_config` or
-    loaded dense. The result saves, reloads and dequantizes like any low-bit model.
+    loaded dense. The result saves, reloads and dequantizes like any low-bit model. A model that is low-bit already is
+    made trainable by a `DQTConfig` of the same bits and groups; its codes stay.
 
     Args:
         model: any model; weights on any device, not on meta.
-        config: a `LowBitConfig`, or a dict of its fields.
+        config: a `LowBitConfig` or `DQTConfig`, or a dict of the fields of the former.
 
     Raises:
         TypeError: for another model or config type.
@@ -35,6 +40,8 @@ def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
     if not isinstance(config, LowBitConfig):
         raise TypeError(f"`config` must be a LowBitConfig or a dict of its fields, got {type(config).__name__}.")
     if any(isinstance(module, LowBitModule) for module in model.modules()):
+        if isinstance(config, DQTConfig):
+            return _continue(model, config)
         raise ValueError("the model is already low-bit; call `model.dequantize()` first, and expect the loss of both.")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
@@ -48,5 +55,32 @@ def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
     quantizer = LowBitQuantizer(config, pre_quantized=False)
     convert(targets)
     flatten_head(model)
+    quantizer.make_trainable(model)
     quantizer.attach(model, targets)
+    return model
+
+
+def _continue(model: nn.Module, config: DQTConfig) -> nn.Module:
+    """Make a low-bit model trainable without touching a code."""
+    if next(trainable_modules(model), None) is not None:
+        raise ValueError("the model's low-bit weights are trainable already; call `hf_lowbit.freeze(model)` first.")
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not isinstance(quantizer, LowBitQuantizer):
+        raise ValueError(
+            "the model has low-bit modules but no quantizer of hf_lowbit; load or quantize it as a whole."
+        )
+    stored = LowBitConfig.from_dict(quantizer.quantization_config.to_dict())
+    for name, value in config.get_loading_attributes().items():
+        setattr(stored, name, value)
+    quantizer.quantization_config = settle(stored).config
+    for module in model.modules():
+        if isinstance(module, LowBitModule):
+            activations = quantizer.quantization_config.activations
+            module.lowbit = {
+                name: replace(packed, scheme=replace(packed.scheme, activations=activations))
+                for name, packed in module.lowbit.items()
+            }
+    quantizer.make_trainable(model)
+    quantizer.record(model)
+    quantizer.postprocess_config(model)
     return model

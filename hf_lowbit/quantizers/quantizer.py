@@ -16,12 +16,15 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
 from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
+from ..nn.arming import arm, disarm
 from ..nn.packed import LowBitModule
 from ..nn.swap import flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
+from ..nn.trainable import Training
 from .accounting import install_accounting
 from .checkpoint import check_loaded, check_shapes, check_stored, naming_conflict, recorded_targets
 from .resize import install_resize
+from .transitions import settle
 
 
 def refuse_parallel(distributed) -> None:
@@ -75,9 +78,12 @@ class LowBitQuantizer(HfQuantizer):
         self._shapes: dict[str, tuple[int, ...]] = {}
         # layers whose weights can't be rounded, and why; transformers would hide an exception raised while loading
         self._failures: dict[str, str] = {}
-        conflict = self.quantization_config.conflict() or naming_conflict(self.quantization_config)
-        if self.pre_quantized and conflict is not None:
-            raise ValueError(f"`quantization_config`: {conflict}")
+        self._freeze = False
+        if self.pre_quantized:
+            self.quantization_config, self._freeze = settle(self.quantization_config)
+            conflict = None if self._freeze else naming_conflict(self.quantization_config)
+            if conflict is not None:
+                raise ValueError(f"`quantization_config`: {conflict}")
         if self.pre_quantized and not self.quantization_config.is_resolved:
             raise ValueError(
                 "`quantization_config` of the checkpoint has no `modules` with shapes: it does not say what is "
@@ -137,6 +143,7 @@ class LowBitQuantizer(HfQuantizer):
             self._finish(target)
         check_loaded(self._targets.values())
         self._targets, self._shapes = {}, {}
+        self.make_trainable(model)
         self.record(model)
         # saved under the module's own names, so that Trainer's resume finds every tensor again
         model._weight_conversions = []
@@ -159,6 +166,23 @@ class LowBitQuantizer(HfQuantizer):
         for suffix in target.packed.tensors():
             module._parameters[name + suffix].requires_grad_(False)
         module._is_hf_initialized = True
+
+    def make_trainable(self, model) -> None:
+        """Put the low-bit linear weights behind parameters that take gradients, where the config says so."""
+        config = self.quantization_config
+        if config.training is None:
+            return
+        dtype = getattr(torch, config.grad_dtype) if config.grad_dtype else _compute_dtype(model)
+        armed = arm(model, Training(config.forward_bits, config.scale == "learned"), dtype)
+        if not armed:
+            raise ValueError(
+                f"no low-bit weight of {type(model).__name__} can be trained directly: they are embeddings, fused "
+                "experts or shared. Load it without `DQTConfig` and train adapters."
+            )
+        if self._freeze:
+            disarm(model)
+            self.quantization_config = config.frozen()
+            self.postprocess_config(model)
 
     def record(self, model) -> None:
         """Write what is low-bit, with schemes and shapes, into the config: this is what gets saved."""
@@ -250,9 +274,20 @@ class LowBitQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        # adapters on top train; the packed weights themselves do not (`is_qat_trainable` stays False)
+        # adapters on top always train
         return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        # the packed weights themselves train only where the config says so; then an optimizer that is not ours raises
+        # at its first step
+        return self.quantization_config.training is not None
 
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _compute_dtype(model) -> torch.dtype:
+    """The model's dtype, or torch's default for a module without floating parameters."""
+    return getattr(model, "dtype", None) or torch.get_default_dtype()

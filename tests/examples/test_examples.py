@@ -74,6 +74,24 @@ def test_push_to_hub(tiny_llama, hub, tmp_path):
     assert "4 bits, groups of 64" in output.split("loaded from there:")[1]
 
 
+def test_train_from_scratch(tmp_path):
+    output = run("train_from_scratch.py", "--steps", 40, "--hidden-size", 32, "--layers", 2, cwd=tmp_path)
+    before, after = (float(word) for word in output.split("a byte: ")[1].replace(" before,", "").split()[:2])
+    assert after < before - 1
+    assert "equal" in output and "'dqt/changed_rate'" in output
+    sizes = [float(line.split()[2]) for line in output.splitlines() if " checkpoint " in line]
+    assert sizes[1] < sizes[0]
+
+
+def test_finetune_smollm2(tiny_llama, tmp_path):
+    small = ["--steps", 6, "--context", 32, "--eval-windows", 4, "--learning-rate", 3e-3, "--output", "out"]
+    output = run("finetune_smollm2.py", "--model", tiny_llama, *small, cwd=tmp_path)
+    before, after = (float(word) for word in output.split("a token: ")[1].replace(" before,", "").split()[:2])
+    assert after < before
+    assert f"reloaded: {after:.3f}" in output
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
+
+
 def test_every_example_is_tested():
     tested = Path(__file__).read_text()
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tested] == []

@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 HOOK = {"_hf_lowbit_autoload"}
 # the parts of transformers that any program which loads a model imports
 TRANSFORMERS = "import torch, transformers.modeling_utils, transformers.quantizers.auto"
-USE_EVERY_NAME = "import hf_lowbit; [getattr(hf_lowbit, name) for name in hf_lowbit.__all__]"
+USE_EVERY_NAME = "import hf_lowbit; [getattr(hf_lowbit, name) for name in hf_lowbit.__all__ if 'Callback' not in name]"
+# a callback is of a class of the Trainer's, which loads more: libraries that the Trainer needs anyway
+TRAINER = f"{TRANSFORMERS}, transformers.trainer_callback"
 
 
 def added(code, after="pass"):
@@ -29,6 +31,10 @@ def test_import_alone_loads_nothing_else():
 
 def test_use_of_every_public_name_adds_nothing_to_transformers():
     assert added(USE_EVERY_NAME, after=TRANSFORMERS) - HOOK == {"hf_lowbit"}
+
+
+def test_a_callback_adds_nothing_to_the_trainers():
+    assert added("import hf_lowbit; hf_lowbit.DQTCallback", after=TRAINER) - HOOK == {"hf_lowbit"}
 
 
 def test_a_library_would_be_seen():

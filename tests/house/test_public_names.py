@@ -30,10 +30,26 @@ DESIGNED = {
     "report",
 }
 # what works today; a name that goes missing is a broken promise, so the list is written down
-PROMISED = {"LowBitConfig", "Scheme", "codes", "inspect", "push_to_hub", "quantize", "report"}
+PROMISED = {
+    "DQTCallback",
+    "DQTConfig",
+    "DQTOptimizer",
+    "LowBitConfig",
+    "Scheme",
+    "codes",
+    "freeze",
+    "inspect",
+    "push_to_hub",
+    "quantize",
+    "report",
+}
 
 # the argument names and their order are fixed: users pass them by position and by keyword
 FIRST_PARAMETERS = {
+    "DQTCallback": ["optimizer", "state_bits", "seed"],
+    "DQTConfig": ["bits", "group_size", "forward_bits", "activation_bits", "modules_to_not_convert"],
+    "DQTOptimizer": ["params", "lr", "optimizer", "state_bits"],
+    "freeze": ["model"],
     "LowBitConfig": [
         "bits",
         "group_size",

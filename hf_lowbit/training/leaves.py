@@ -1,0 +1,163 @@
+"""What can be moved, and how: low-bit codes, learned scales, and float parameters.
+
+A leaf presents its weight as a matrix of R rows and K columns (codes: storage orientation; vectors: one row), hands
+out its gradient that way, and moves some of its rows by a step `-rate * u`:
+
+    codes    q' = clamp(q + SR(-rate * u / s - rate_decay * (q - z)))     functional/stochastic.py
+    scale    s' = s * exp(-rate * u)                                      positive, whatever the step; no decay
+    float    w' = w (1 - rate_decay) - rate * u                           bfloat16: rounded stochastically
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..functional.grid import dequantize, expand_groups, grid_of
+from ..functional.moments import to_bfloat16
+from ..functional.noise import uniform
+from ..functional.packing import pack, unpack
+from ..functional.stochastic import apply_step, round_step
+from ..nn.slot import CodesParameter
+
+
+class Moved(NamedTuple):
+    """Codes that changed, and the levels that all steps together asked for."""
+
+    changed: int = 0
+    levels: float = 0.0
+
+
+class Leaf(Protocol):
+    """One weight that is trained."""
+
+    name: str
+    parameter: Tensor
+    rows: int
+    columns: int
+    needs_noise: bool
+
+    def gradient(self) -> Tensor | None:
+        """[R, K] in the gradient's dtype, or None."""
+
+    def weight_rms(self) -> float:
+        """Root mean square of the weight."""
+
+    def move(self, rows: slice, step: Tensor, decay: float, words: Tensor | None) -> Moved:
+        """Move `rows` by `step` (float32, may be overwritten), after shrinking them by the factor 1 - `decay`."""
+
+
+class CodesLeaf:
+    """A trainable low-bit weight."""
+
+    needs_noise = True
+
+    def __init__(self, name: str, parameter: CodesParameter):
+        self.name, self.parameter = name, parameter
+        self.packed = parameter.packed
+        self.grid = grid_of(self.packed.scheme.bits)
+        self.rows, self.columns = self.packed.out_features, self.packed.in_features
+
+    def gradient(self) -> Tensor | None:
+        grad = self.parameter.grad
+        return grad.t() if grad is not None and self.packed.transposed else grad
+
+    def codes(self, rows: slice = slice(None)) -> Tensor:
+        """int8 [R, K] of some rows."""
+        return unpack(self.parameter.stored.view(self.rows, -1)[rows], self.grid, self.columns)
+
+    def weight_rms(self) -> float:
+        weight = self.parameter
+        group = self.packed.scheme.block
+        norm = dequantize(self.codes(), weight.scale, weight.zero_point, group).norm(2)
+        return float(norm) / max(self.rows * self.columns, 1) ** 0.5
+
+    def move(self, rows: slice, step: Tensor, decay: float, words: Tensor | None) -> Moved:
+        weight, group = self.parameter, self.packed.scheme.block
+        own = slice(None) if weight.scale.shape[0] == 1 else rows
+        scale = expand_groups(weight.scale[own].to(torch.float32).reciprocal(), self.columns, group)
+        codes = self.codes(rows)
+        step.mul_(scale)
+        if decay:
+            values = codes.to(torch.float32)
+            if weight.zero_point is not None:
+                values.sub_(expand_groups(weight.zero_point[own], self.columns, group))
+            step.sub_(values, alpha=decay)
+        levels = round_step(step, uniform(words))
+        moved = apply_step(codes, levels, self.grid)
+        packed = moved if self.grid.field_bits == 8 else pack(moved, self.grid)
+        weight.stored.view(self.rows, -1)[rows] = packed
+        return Moved(int(torch.count_nonzero(codes.bitwise_xor_(moved))), float(levels.abs_().sum()))
+
+    def saturated(self) -> int:
+        """Codes at the edges of the grid."""
+        codes = self.codes()
+        return int(torch.count_nonzero((codes == self.grid.qmin) | (codes == self.grid.qmax)))
+
+
+class ScaleLeaf:
+    """A learned scale; its gradient is that of its logarithm (`functional/trainable.py`)."""
+
+    def __init__(self, name: str, parameter: Tensor):
+        self.name, self.parameter = name, parameter
+        self.rows, self.columns = parameter.shape
+        self.needs_noise = parameter.dtype == torch.bfloat16
+
+    def gradient(self) -> Tensor | None:
+        return self.parameter.grad
+
+    def weight_rms(self) -> float:
+        # of the logarithm only relative steps make sense
+        return 1.0
+
+    def move(self, rows: slice, step: Tensor, decay: float, words: Tensor | None) -> Moved:
+        part = self.parameter.detach()[rows]
+        moved = part.to(torch.float32).mul_(step.exp_())
+        part.copy_(to_bfloat16(moved, words) if self.needs_noise else moved)
+        return Moved()
+
+
+class FloatLeaf:
+    """An ordinary parameter. bfloat16 ones are rounded stochastically, so that small steps are not lost."""
+
+    def __init__(self, name: str, parameter: Tensor):
+        self.name, self.parameter = name, parameter
+        shape = parameter.shape
+        self.columns = shape[-1] if len(shape) else 1
+        self.rows = parameter.numel() // max(self.columns, 1)
+        self.needs_noise = parameter.dtype == torch.bfloat16
+
+    def gradient(self) -> Tensor | None:
+        grad = self.parameter.grad
+        return None if grad is None else grad.reshape(self.rows, self.columns)
+
+    def weight_rms(self) -> float:
+        norm = self.parameter.detach().to(torch.float32).norm(2)
+        return float(norm) / max(self.parameter.numel(), 1) ** 0.5
+
+    def move(self, rows: slice, step: Tensor, decay: float, words: Tensor | None) -> Moved:
+        whole = self.parameter.detach()
+        if not whole.is_contiguous():
+            # a convolution in another memory format: rows are not views of it
+            dense = FloatLeaf(self.name, whole.contiguous())
+            dense.move(rows, step, decay, words)
+            whole.copy_(dense.parameter)
+            return Moved()
+        part = whole.view(self.rows, self.columns)[rows]
+        if self.needs_noise:
+            moved = part.to(torch.float32).mul_(1 - decay).add_(step)
+            part.copy_(to_bfloat16(moved, words))
+        else:
+            part.mul_(1 - decay).add_(step)
+        return Moved()
+
+
+def make_leaf(name: str, parameter: Tensor) -> Leaf:
+    """The leaf for a parameter, by what it is."""
+    if isinstance(parameter, CodesParameter):
+        return CodesLeaf(name, parameter)
+    if getattr(parameter, "_hf_lowbit_scale", False):
+        return ScaleLeaf(name, parameter)
+    return FloatLeaf(name, parameter)

@@ -1,0 +1,151 @@
+"""`DQTOptimizer`: direct updates as a torch optimizer, for loops of your own, for accelerate, and for Trainer's
+`optimizers=(..., ...)`.
+
+It moves low-bit weights, learned scales and float parameters by one rule. Its state lies under one key that is no
+tensor: torch casts what it finds under a parameter to the parameter's dtype when it loads a state dict, and low-bit
+states would not survive that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..nn.slot import CodesParameter
+from .leaves import Leaf
+from .updater import Step, Updater
+
+
+STATE_KEY = "hf_lowbit"
+
+
+class DQTOptimizer(Optimizer):
+    """Optimizer whose low-bit weights move by stochastic rounding of the step itself (Direct Quantized Training).
+
+    Args:
+        params: a model, or what torch optimizers take: parameters, (name, parameter) pairs, or groups of them. Give a
+            model or names: noise and states are keyed by them, and a run is then the same whatever the order.
+        lr: learning rate (default 1e-3).
+        optimizer: "adamw" (default), "lion", "sgd" (with momentum) or "adafactor".
+        state_bits: 32 (default), 16, 8 or 4 bits for each moment.
+        weight_decay: decoupled, as in AdamW (default 0; it pulls ternary weights to 0).
+        seed: of the rounding noise (default 0), the same on every process.
+        release_gradients: update each weight in the backward pass, as soon as its gradient is there, and drop the
+            gradient. No accumulation over backward passes, no clipping by global norm, one process.
+        max_skips: FloatingPointError after so many steps in a row (default 10) whose gradients are not finite; each
+            such step is skipped as a whole.
+        options: of the rule, such as `betas`, `eps`, `momentum` (`hf_lowbit/training/rules.py`).
+
+    Attributes:
+        last_step: what the last step did, by weight.
+
+    Raises:
+        TypeError, ValueError: for unknown options and values out of range.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable,
+        lr: float = 1e-3,
+        optimizer: str = "adamw",
+        state_bits: int = 32,
+        weight_decay: float = 0.0,
+        seed: int | None = None,
+        release_gradients: bool = False,
+        max_skips: int = 10,
+        **options,
+    ):
+        if lr < 0 or weight_decay < 0:
+            raise ValueError(f"`lr`={lr!r} and `weight_decay`={weight_decay!r} must not be negative.")
+        self._updater = Updater((), optimizer, state_bits, seed, max_skips, **options)
+        self.last_step = Step()
+        self._groups: dict[str, int] = {}
+        self._released: dict[str, object] = {}
+        self._release = release_gradients
+        if isinstance(params, nn.Module):
+            params = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        if not self._updater.codes():
+            raise ValueError(
+                "`params` holds no trainable low-bit weight; quantize the model with DQTConfig first, or use an "
+                "ordinary optimizer."
+            )
+        self.state[STATE_KEY] = self._updater.state
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        names = group.get("param_names")
+        for position, parameter in enumerate(group["params"]):
+            if not parameter.requires_grad:
+                continue
+            name = names[position] if names else f"{len(self.param_groups) - 1}.{position}"
+            self._updater.add(name, parameter)
+            leaf = list(self._updater.leaves.values())[-1]
+            self._groups[leaf.name] = len(self.param_groups) - 1
+            if self._release and isinstance(parameter, CodesParameter):
+                parameter.register_post_accumulate_grad_hook(lambda _, leaf=leaf: self._step_released(leaf))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step; returns the closure's loss. Sets `last_step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._released:
+            return self._finish_released(loss)
+        self.last_step = self._updater.step(self._rates)
+        return loss
+
+    @property
+    def updater(self) -> Updater:
+        """The core: leaves, states, counts."""
+        return self._updater
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        saved = self.state.get(STATE_KEY)
+        if saved is None:
+            raise ValueError("the state dict is not one of DQTOptimizer; load one that it saved.")
+        self._updater.load(saved)
+
+    def _rates(self, leaf: Leaf) -> tuple[float, float]:
+        group = self.param_groups[self._groups[leaf.name]]
+        return group["lr"], group["weight_decay"]
+
+    def _step_released(self, leaf: Leaf) -> None:
+        """Called in the backward pass, when a weight's gradient is there."""
+        if leaf.name in self._released:
+            raise RuntimeError(
+                f"`release_gradients`=True got a second gradient for `{leaf.name}` before `step()`: they can't be "
+                "accumulated over backward passes, and a weight can't be used twice: its update is done."
+            )
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if torch.distributed.get_world_size() > 1:
+                raise RuntimeError("`release_gradients`=True works in one process: replicas average whole gradients.")
+        if not self._released:
+            # skips in a row are counted when the step ends
+            self._updater.state["step"] += 1
+        grad: Tensor = leaf.parameter.grad
+        self._released[leaf.name] = None
+        if bool(torch.isfinite(grad).all()):
+            self._released[leaf.name] = self._updater.move(leaf, *self._rates(leaf))
+        leaf.parameter.grad = None
+
+    def _finish_released(self, loss):
+        """Move the float parameters; the low-bit weights have moved already, those with finite gradients."""
+        moved, self._released = self._released, {}
+        skipped = None in moved.values() or not self._updater.finite()
+        if skipped:
+            self._updater.skip()
+        else:
+            self._updater.state["skipped"] = 0
+            for leaf in self._updater.leaves.values():
+                if leaf.parameter.grad is not None:
+                    self._updater.move(leaf, *self._rates(leaf))
+        self.last_step = Step(skipped, {} if skipped else moved)
+        return loss

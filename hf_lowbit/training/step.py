@@ -1,0 +1,57 @@
+"""One optimizer step of one weight, a few rows at a time.
+
+For each chunk of rows: moments to float32, direction, moments back, move. Nothing larger than a chunk is float32, so a
+weight is never dense in memory; rules that need the whole matrix get the gradient's matrix, one weight at a time. The
+result does not depend on the chunks: noise belongs to the element.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..functional.noise import column_words, key_of, more_words, row_words, words
+from .leaves import Leaf, Moved
+from .rules import Rule
+from .states import States
+
+
+# torch runs operations of fewer than 2^15 elements on one thread, and they stay in a core's cache; a single thread is
+# better off with twice as many, a GPU with all at once
+CHUNK = (1 << 15) - 1
+LARGE_CHUNK = 1 << 24
+
+
+def step_leaf(
+    leaf: Leaf, grad: Tensor, rule: Rule, states: States, lr: float, decay: float, seed: int, step: int
+) -> Moved:
+    """Move `leaf` along `grad` [R, K]. `decay` is the rate of decoupled weight decay; `seed` and `step` key the noise.
+
+    Advances `states` by one.
+    """
+    states.tensors["t"] += 1
+    t = states.tensors["t"]
+    device = grad.device
+    per_chunk = leaf.rows if rule.whole else max(1, chunk_size(device) // max(1, leaf.columns))
+    noisy = leaf.needs_noise or states.needs_noise
+    if noisy:
+        key = key_of(seed, step, leaf.name)
+        columns = column_words(key, leaf.columns, device)
+        every_row = row_words(key, 0, leaf.rows, device)
+    changed, levels = 0, 0.0
+    for start in range(0, leaf.rows, per_chunk):
+        rows = slice(start, min(start + per_chunk, leaf.rows))
+        u, moments = rule.direction(grad[rows].float(), states.read(rows), t)
+        word = words(every_row[rows], columns) if noisy else None
+        states.write(rows, moments, more_words(word) if states.needs_noise else None)
+        rate = rule.rate(lr, t, leaf.weight_rms, u)
+        moved = leaf.move(rows, u.mul_(-rate), lr * decay, word)
+        changed, levels = changed + moved.changed, levels + moved.levels
+    return Moved(changed, levels)
+
+
+def chunk_size(device: torch.device) -> int:
+    """Elements that are updated at a time."""
+    if device.type != "cpu":
+        return LARGE_CHUNK
+    return CHUNK if torch.get_num_threads() > 1 else 2 * CHUNK

@@ -1,0 +1,177 @@
+"""One step of all trained weights: the core that the callback, the optimizer class and gradient release share.
+
+Everything that a step depends on is in `state`, a dict of numbers and plain tensors: the count of steps, the seed, and
+the moments by weight name. With the codes themselves it is all that a bit-exact resume needs, since noise is a
+function of seed, step, name and element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.slot import CodesParameter
+from .leaves import CodesLeaf, Leaf, Moved, make_leaf
+from .rules import make_rule
+from .states import States, check_state_bits
+from .step import step_leaf
+
+
+# wrappers that put a prefix before a parameter's name
+WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.")
+# the seed when none is given
+SEED = 0
+
+
+@dataclass
+class Step:
+    """What a step did: moved codes by weight name, or that it was skipped for gradients that are no numbers."""
+
+    skipped: bool = False
+    moved: dict[str, Moved] = field(default_factory=dict)
+
+
+class Updater:
+    """Moves `parameters` (name -> parameter) by the rule `optimizer`.
+
+    Args:
+        parameters: low-bit weights, learned scales, float parameters.
+        optimizer: "adamw", "lion", "sgd" or "adafactor"; `options` are the rule's (`training/rules.py`).
+        state_bits: 32, 16, 8 or 4 bits a moment.
+        seed: of the rounding noise; the same on every process.
+        max_skips: after so many steps in a row with gradients that are no finite numbers, FloatingPointError.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        optimizer: str = "adamw",
+        state_bits: int = 32,
+        seed: int | None = None,
+        max_skips: int = 10,
+        **options,
+    ):
+        check_state_bits(state_bits)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"`seed`={seed!r} must be an integer or None.")
+        self.rule, self.state_bits, self.max_skips = make_rule(optimizer, options), state_bits, max_skips
+        seed = SEED if seed is None else seed
+        self.state = {"step": 0, "skipped": 0, "seed": seed, "optimizer": optimizer, "weights": {}}
+        self.leaves: dict[str, Leaf] = {}
+        self._states: dict[str, States] = {}
+        for name, parameter in parameters:
+            self.add(name, parameter)
+
+    def add(self, name: str, parameter: Tensor) -> None:
+        """Train one more parameter. ValueError when the name is taken: it keys noise and state."""
+        name = plain_name(name)
+        if name in self.leaves:
+            raise ValueError(f"two parameters are named {name!r}; names tell their noise and their states apart.")
+        self.leaves[name] = make_leaf(name, parameter)
+
+    def codes(self) -> list[CodesLeaf]:
+        """The low-bit weights among the leaves."""
+        return [leaf for leaf in self.leaves.values() if isinstance(leaf, CodesLeaf)]
+
+    def finite(self) -> bool:
+        """Are all gradients finite numbers?"""
+        grads = [leaf.parameter.grad for leaf in self.leaves.values() if leaf.parameter.grad is not None]
+        return all_finite(grads)
+
+    def step(self, rates: Callable[[Leaf], tuple[float, float]]) -> Step:
+        """Move every weight that has a gradient; `rates(leaf)` gives (learning rate, weight decay).
+
+        Gradients that are not finite skip the step for all. Raises FloatingPointError after `max_skips` in a row.
+        """
+        if not self.finite():
+            self.skip()
+            return Step(skipped=True)
+        self.begin()
+        leaves = [leaf for leaf in self.leaves.values() if leaf.parameter.grad is not None]
+        threads = torch.get_num_threads()
+        if threads > 1 and len(leaves) > 1 and leaves[0].parameter.device.type == "cpu":
+            # a weight a thread: torch's own threads would meet at a barrier in every one of the many small operations
+            with ThreadPoolExecutor(threads) as pool:
+                moved = list(pool.map(lambda leaf: self.move(leaf, *rates(leaf)), leaves))
+        else:
+            moved = [self.move(leaf, *rates(leaf)) for leaf in leaves]
+        return Step(moved={leaf.name: m for leaf, m in zip(leaves, moved, strict=True) if isinstance(leaf, CodesLeaf)})
+
+    def begin(self) -> None:
+        """Count a step that is going to be made."""
+        self.state["step"] += 1
+        self.state["skipped"] = 0
+
+    @torch.no_grad()
+    def move(self, leaf: Leaf, lr: float, decay: float) -> Moved:
+        """Move one weight, as part of the step that `begin` counted."""
+        state = self.state
+        return step_leaf(
+            leaf, leaf.gradient(), self.rule, self.states(leaf), float(lr), float(decay), state["seed"], state["step"]
+        )
+
+    def skip(self) -> None:
+        """Count a skipped step."""
+        self.state["skipped"] += 1
+        if self.state["skipped"] >= self.max_skips:
+            raise FloatingPointError(
+                f"the gradients of {self.state['skipped']} steps in a row were not finite numbers: training has "
+                "diverged. Lower the learning rate, lengthen the warmup, or clip gradients; the weights are those of "
+                "the last good step."
+            )
+
+    def states(self, leaf: Leaf) -> States:
+        """The moments of a leaf, made when they are first needed."""
+        if leaf.name not in self._states:
+            saved = self.state["weights"].get(leaf.name)
+            try:
+                made = States(self.rule, leaf.rows, leaf.columns, self.state_bits, leaf.parameter.device, saved)
+            except ValueError as error:
+                raise ValueError(f"`{leaf.name}`: {error}.") from None
+            self._states[leaf.name] = made
+            self.state["weights"][leaf.name] = made.tensors
+        return self._states[leaf.name]
+
+    def load(self, state: dict) -> None:
+        """Continue from a saved `state`. Raises ValueError when it is of another optimizer or another model."""
+        if state.get("optimizer") != self.state["optimizer"]:
+            raise ValueError(
+                f"the saved state is of `optimizer`={state.get('optimizer')!r}, this run has "
+                f"{self.state['optimizer']!r}. Resume with the same one, or start without its state."
+            )
+        unknown = sorted(set(state["weights"]) - set(self.leaves))
+        if unknown:
+            raise ValueError(f"the saved state is of another model: it has `{unknown[0]}`, which is not trained here.")
+        self.state, self._states = state, {}
+        for name in state["weights"]:
+            self.states(self.leaves[name])
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Are all numbers finite? A sum is fast and shows NaN and infinity; one that overflowed is looked at again."""
+    if not tensors:
+        return True
+    sums = torch.stack([tensor.detach().sum(dtype=torch.float32) for tensor in tensors])
+    return bool(torch.isfinite(sums).all()) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put before it: the same model, the same noise."""
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
+
+
+def direct_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(name, parameter) of what only direct updates can train: low-bit weights and learned scales that take
+    gradients."""
+    return [
+        (plain_name(name), parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and (isinstance(parameter, CodesParameter) or getattr(parameter, "_hf_lowbit_scale", False))
+    ]

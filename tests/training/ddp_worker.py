@@ -1,0 +1,158 @@
+"""One process of the distributed tests: `python -m tests.training.ddp_worker <rank> <world> <port> <folder> <job>...`.
+
+All jobs run in one pair of processes, since starting them is what takes time. Each trains with data and global seeds
+of its rank and saves what the test compares.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
+
+import hf_lowbit as lb
+from hf_lowbit.training.replicas import check_replicas, synchronize
+from hf_lowbit.training.updater import direct_parameters
+from tests.training.runs import MODES, Sentences, arguments, model, snapshot
+
+
+STEPS = 50
+
+
+def save(folder, name, content):
+    torch.save(content, Path(folder) / f"{name}-{dist.get_rank()}.pt")
+
+
+class Desynchronize(TrainerCallback):
+    """What dropout and data code of an uneven length do to a process's global generator."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        torch.manual_seed(1000 * dist.get_rank() + state.global_step)
+        torch.rand(3 + dist.get_rank())
+
+
+def trainer_job(folder, mode="8-ternary-forward"):
+    """The real Trainer under DDP: other data on each rank, other generators."""
+    made = model(**MODES[mode])
+    args = arguments(folder, max_steps=STEPS, per_device_train_batch_size=2, logging_steps=25, learning_rate=2e-3)
+    data = Sentences(dist.get_rank())
+    callback = lb.DQTCallback(state_bits=8, check_replicas_every=10)
+    trainer = Trainer(model=made, args=args, train_dataset=data, callbacks=[callback, Desynchronize()])
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+    save(folder, f"trainer:{mode}", {"model": snapshot(made), "changed": callback.changed_codes})
+
+
+def loop_job(folder):
+    """A loop of one's own: DDP halves equal a whole batch in one process (the test compares)."""
+    made = model(bits=8)
+    wrapped = DistributedDataParallel(made)
+    optimizer = lb.DQTOptimizer(wrapped, lr=2e-3)
+    ids = Sentences().ids
+    rank = dist.get_rank()
+    for step in range(4):
+        part = ids[4 * step + 2 * rank : 4 * step + 2 * rank + 2]
+        wrapped(input_ids=part, labels=part).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save(folder, "loop", {"model": snapshot(made)})
+
+
+def start_job(folder):
+    """Processes that start from different codes are made equal, scales included."""
+    made = model(bits=8)
+    parameters = direct_parameters(made)
+    if dist.get_rank() == 1:
+        for _, parameter in parameters:
+            parameter.stored.neg_()
+            parameter.scale.mul_(2)
+    synchronize(parameters)
+    check_replicas(parameters, 0)
+    save(folder, "start", {"model": snapshot(made)})
+
+
+def diverged_job(folder):
+    """A replica that differs in one code is found."""
+    made = model(bits=8)
+    parameters = direct_parameters(made)
+    if dist.get_rank() == 1:
+        parameters[3][1].stored.view(-1)[5] ^= 1
+    try:
+        check_replicas(parameters, 7)
+    except RuntimeError as error:
+        save(folder, "diverged", str(error))
+
+
+def ranks_own_noise_job(folder):
+    """What happens with a seed of each rank: the check must see it."""
+    made = model(bits=8)
+    wrapped = DistributedDataParallel(made)
+    optimizer = lb.DQTOptimizer(wrapped, lr=2e-3, seed=dist.get_rank())
+    ids = Sentences().ids[:4]
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    try:
+        check_replicas(direct_parameters(made), 1)
+    except RuntimeError as error:
+        save(folder, "ranks_own_noise", str(error))
+
+
+def accelerate_job(folder):
+    """accelerate's own loop, with accumulation and clipping."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    made = model()
+    optimizer = lb.DQTOptimizer(made, lr=2e-3, state_bits=8)
+    loader = DataLoader(Sentences(), batch_size=2)
+    wrapped, optimizer, loader = accelerator.prepare(made, optimizer, loader)
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    check_replicas(direct_parameters(made), 4)
+    accelerator.save_state(str(Path(folder) / "state"))
+    accelerator.wait_for_everyone()
+    before = snapshot(made)
+    for _, parameter in direct_parameters(made):
+        parameter.stored.zero_()
+    accelerator.load_state(str(Path(folder) / "state"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(made).items())
+    save(folder, "accelerate", {"model": before, "steps": optimizer.optimizer.updater.state["step"]})
+
+
+def release_job(folder):
+    """Release of gradients is refused in more than one process."""
+    wrapped = DistributedDataParallel(model(bits=8))
+    lb.DQTOptimizer(wrapped, release_gradients=True)
+    ids = Sentences().ids[:2]
+    try:
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+    except RuntimeError as error:
+        save(folder, "release", str(error))
+
+
+def main():
+    rank, world, port, folder = sys.argv[1:5]
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.set_num_threads(1)
+    torch.manual_seed(int(rank))
+    dist.init_process_group("gloo", rank=int(rank), world_size=int(world))
+    for job in sys.argv[5:]:
+        name, _, argument = job.partition(":")
+        globals()[f"{name}_job"](folder, *filter(None, [argument]))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

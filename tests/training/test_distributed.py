@@ -1,0 +1,106 @@
+"""Two processes over gloo: identical replicas, with different data and different global generators."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_lowbit as lb
+from tests.training.runs import Sentences, different, model, snapshot
+
+
+ROOT = Path(__file__).parents[2]
+# seconds; a process that waits for one that died would wait for ever
+PATIENCE = 600
+
+
+JOBS = ("trainer:8-ternary-forward", "loop", "start", "diverged", "ranks_own_noise", "accelerate", "release")
+
+
+def run(folder, *jobs):
+    """Run jobs in two processes; what each process saved, by job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.ddp_worker", str(rank), "2", port, str(folder), *jobs],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
+    return {job: [torch.load(folder / f"{job}-{r}.pt", weights_only=False) for r in range(2)] for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("ddp"), *JOBS)
+
+
+def test_trainer_keeps_replicas_identical_for_fifty_steps(results):
+    one, other = results["trainer:8-ternary-forward"]
+    assert different(one["model"], other["model"]) == []
+    assert one["changed"] == other["changed"] > 0
+
+
+@pytest.mark.slow
+def test_trainer_in_other_modes(tmp_path):
+    for job, (one, other) in run(tmp_path, "trainer:8-learned-scale", "trainer:ternary", "trainer:4-groups").items():
+        assert different(one["model"], other["model"]) == [], job
+
+
+def test_two_processes_do_what_one_does(results):
+    one, other = results["loop"]
+    assert different(one["model"], other["model"]) == []
+    single = model(bits=8)
+    optimizer = lb.DQTOptimizer(single, lr=2e-3)
+    ids = Sentences().ids
+    for step in range(4):
+        part = ids[4 * step : 4 * step + 4]
+        single(input_ids=part, labels=part).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # the same noise, so codes differ only where the order of sums decides
+    alone = snapshot(single)
+    codes = [name for name in alone if alone[name].dtype == torch.int8]
+    changed = sum(int((alone[name] != one["model"][name]).sum()) for name in codes)
+    assert changed < 0.01 * sum(alone[name].numel() for name in codes)
+
+
+def test_processes_that_start_different_are_made_equal(results):
+    one, other = results["start"]
+    assert different(one["model"], other["model"]) == []
+    assert different(one["model"], snapshot(model(bits=8))) == []
+
+
+def test_a_replica_that_differs_in_one_code_is_found(results):
+    for message in results["diverged"]:
+        assert "different low-bit weights at step 7" in message and "[[0], [1]]" in message
+
+
+def test_noise_of_each_ranks_own_is_found(results):
+    for message in results["ranks_own_noise"]:
+        assert "same `seed`" in message
+
+
+def test_accelerate_loop_with_accumulation_and_saved_state(results):
+    one, other = results["accelerate"]
+    assert different(one["model"], other["model"]) == []
+    # 16 sentences, 2 a batch, 2 processes, 2 batches an update, twice
+    assert one["steps"] == 4
+
+
+def test_release_of_gradients_is_refused(results):
+    for message in results["release"]:
+        assert "one process" in message
