@@ -18,7 +18,7 @@
 enum { TIER_PORTABLE = 0, TIER_AVX2 = 1, TIER_AVXVNNI = 2, TIER_AVX512 = 3, TIER_AMX = 4 };
 
 /* raised whenever the arguments of an exported function change: a stale build is then refused, not called */
-EXPORT int lowbit_abi(void) { return 1; }
+EXPORT int lowbit_abi(void) { return 2; }
 
 /* two threads that ask first at once find the same answer */
 EXPORT int lowbit_features(void) {
@@ -52,6 +52,26 @@ EXPORT int lowbit_linear(const struct lowbit_problem *p, int64_t tier, int64_t t
     if (tier == TIER_AVX512 && (features & FEATURE_AVX512)) return linear_avx512(&call);
     if (tier == TIER_AVXVNNI && (features & FEATURE_AVX_VNNI)) return linear_avxvnni(&call);
     if (tier == TIER_AVX2 && (features & FEATURE_AVX2)) return linear_avx2(&call);
+#endif
+    return -2;
+}
+
+/* rows of W as numbers, to y [count, K] in the type of the problem; `ids` NULL: the first `count` rows. As above, or -3 for
+ * an id outside [0, N), and then y is not written */
+EXPORT int lowbit_rows(const struct lowbit_problem *p, int64_t tier, int64_t threads, int64_t count, const void *ids,
+                       int64_t id_bytes, const void *weight, const void *scale, const void *zero, void *y) {
+    struct lowbit_call call = {.p = p, .m = count, .weight = weight, .scale = scale, .zero = zero, .y = y};
+    struct rows_job job = {&call, ids, id_bytes, 0};
+    for (int64_t i = 0; i < count; i++) {
+        int64_t n = row_asked_for(&job, i);
+        if (n < 0 || n >= p->rows) return -3;
+    }
+    call.threads = count * p->columns < 65536 ? 1 : (int)threads;
+    if (tier == TIER_PORTABLE) return rows_portable(&job);
+#if defined(__x86_64__)
+    int features = lowbit_features();
+    if (tier >= TIER_AVX512 && (features & FEATURE_AVX512)) return rows_avx512(&job);
+    if (tier <= TIER_AVXVNNI && (features & FEATURE_AVX2)) return rows_avx2(&job);
 #endif
     return -2;
 }

@@ -103,7 +103,7 @@ def use_kernel(name: str) -> Iterator[None]:
 
 def choose(problem: Problem) -> Choice:
     """The kernel for a problem. Raises ValueError when a forced kernel does not exist or can't serve it."""
-    forced = _force()
+    forced = forced_kernel()
     key = (problem, forced)
     choice = _choices.get(key)
     if choice is None:
@@ -118,17 +118,18 @@ def chosen(call: tuple) -> tuple[Kernel, Problem] | None:
 
     Building and hashing a `Problem` costs as much as a small product; `call` is a cheaper key that determines it.
     """
-    return _choices.get((call, _force()))
+    return _choices.get((call, forced_kernel()))
 
 
 def remember(call: tuple, kernel: Kernel, problem: Problem) -> None:
     """Note the kernel that `choose` gave for a problem, for `chosen(call)`."""
     if len(_choices) > MOST_CHOICES:
         _choices.clear()
-    _choices[call, _force()] = kernel, problem
+    _choices[call, forced_kernel()] = kernel, problem
 
 
-def _force() -> str | None:
+def forced_kernel() -> str | None:
+    """The name that `use_kernel` or the environment variable gives, unchecked, or None."""
     return _forced.get() or (os.environ.get(ENVIRONMENT_VARIABLE) if _key in _environment else None) or None
 
 

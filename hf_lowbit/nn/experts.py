@@ -14,10 +14,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from ..functional.grid import dequantize, grid_of
 from ..functional.linear import linear
-from ..functional.packing import unpack
-from .packed import LowBitModule
+from .packed import LowBitModule, dense_rows
 
 
 # the dtype in which an experts module's own forward reads its stacks; None outside of one
@@ -37,9 +35,7 @@ class ExpertStack:
         scale = module._parameters[f"{self._name}_scale"][index]
         zero_point = module._parameters[f"{self._name}_zero_point"]
         zero_point = None if zero_point is None else zero_point[index]
-        stored = module._parameters[self._name][index].squeeze(-3)
-        codes = unpack(stored, grid_of(packed.scheme.bits), packed.in_features)
-        dense = dequantize(codes, scale, zero_point, packed.scheme.block, self._dtype)
+        dense = dense_rows(packed, module._parameters[self._name][index], scale, zero_point, self._dtype)
         return dense.transpose(-1, -2) if packed.transposed else dense
 
     def dense(self) -> Tensor:
