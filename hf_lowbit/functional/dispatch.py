@@ -54,7 +54,8 @@ class Kernel(NamedTuple):
     scale and zero_point [N, G], [N, 1] or [1, 1], bias [N] in x's dtype or None, and returns [M, N] in x's dtype.
     `remark(problem)` may add to the reason what a user should know, such as memory that speed costs. A kernel that
     `takes_stored` weights gets them as they are stored, [N, R] or [1, N, R]; one that `takes_batches` also gets x as
-    it is, [..., K], and returns [..., N]: a view costs as much as the choice.
+    it is, [..., K], and returns [..., N]: a view costs as much as the choice. `experts(x, offsets, weight, scale,
+    zero_point, bias, problem)` does the products of many experts at once, see experts.py; weight is int8 [E, N, R].
     """
 
     name: str
@@ -64,6 +65,7 @@ class Kernel(NamedTuple):
     remark: Callable[[Problem], str | None] = lambda problem: None
     takes_stored: bool = False
     takes_batches: bool = False
+    experts: Callable[..., Tensor] | None = None
 
 
 class Choice(NamedTuple):

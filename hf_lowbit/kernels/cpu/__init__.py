@@ -107,9 +107,64 @@ def _linear(
     return y
 
 
+def _experts(
+    tier: int,
+    x: Tensor,
+    offsets: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    problem: Problem,
+) -> Tensor:
+    count, pairs = weight.shape[0], x.shape[0]
+    if offsets.shape != (count + 1,):
+        raise ValueError(f"Expected {count + 1} offsets for {count} experts. Got {list(offsets.shape)}.")
+    if scale.dtype != torch.float32 and scale.dtype != torch.bfloat16:
+        # as above: scales of a dtype that no checkpoint has
+        scale = scale.to(torch.float32)
+    address, made_for = _descriptions.get(problem, (0, None))
+    if made_for != scale.dtype:
+        address = _describe(problem, scale.dtype)
+    # named, so that a copy outlives the call
+    offsets = offsets.to(torch.int64).contiguous()
+    x, weight, scale = x.contiguous(), weight.contiguous(), scale.contiguous()
+    zero_point = None if zero_point is None else zero_point.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    y = x.new_empty((pairs, problem.out_features))
+    status = library.load().experts(
+        address,
+        tier,
+        torch.get_num_threads(),
+        count,
+        offsets.data_ptr(),
+        pairs,
+        x.data_ptr(),
+        problem.in_features,
+        weight.data_ptr(),
+        scale.data_ptr(),
+        None if zero_point is None else zero_point.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else TYPES[bias.dtype],
+        y.data_ptr(),
+    )
+    if status == -3:
+        raise ValueError(f"`offsets` must ascend within [0, {pairs}]. Got {offsets.tolist()}.")
+    if status:
+        raise MemoryError(f"no memory for the scratch of {count} experts' products ({problem}).")
+    return y
+
+
 def _kernel(name: str) -> Kernel:
     tier, rank, _ = TIERS[name]
-    return Kernel(name, rank, partial(refuse, name), partial(_linear, tier), takes_batches=True)
+    return Kernel(
+        name,
+        rank,
+        partial(refuse, name),
+        partial(_linear, tier),
+        takes_batches=True,
+        experts=partial(_experts, tier),
+    )
 
 
 for _name in TIERS:

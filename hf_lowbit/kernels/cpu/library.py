@@ -57,6 +57,7 @@ class Loaded(NamedTuple):
     features: int = 0
     linear: Callable[..., int] | None = None
     rows: Callable[..., int] | None = None
+    experts: Callable[..., int] | None = None
 
 
 _loaded: Loaded | None = None
@@ -109,7 +110,11 @@ def _open(path: Path) -> Loaded:
     linear.argtypes = [pointer, number, number, number, pointer, number] + [pointer] * 4 + [number, pointer]
     rows = handle.lowbit_rows
     rows.argtypes = [pointer] + [number] * 3 + [pointer, number] + [pointer] * 4
-    return Loaded(handle, str(path), handle.lowbit_features(), linear, rows)
+    experts = handle.lowbit_experts
+    experts.argtypes = (
+        [pointer] + [number] * 3 + [pointer, number] + [pointer, number] + [pointer] * 4 + [number, pointer]
+    )
+    return Loaded(handle, str(path), handle.lowbit_features(), linear, rows, experts)
 
 
 def _build(reasons: list[str]) -> Path | None:
