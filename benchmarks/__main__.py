@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 FOLDER = Path(__file__).parent
-NAMES = ("generate", "linear", "quality")
+NAMES = ("experts", "generate", "linear", "quality")
 
 
 def run(names: list[str]) -> int:

@@ -28,4 +28,4 @@ def test_a_failure_does_not_stop_the_others(monkeypatch, capsys):
 
 def test_unknown_names_are_refused(capsys):
     assert bench.run(["quantum"]) == 2
-    assert "unknown benchmark 'quantum'; known: generate, linear, quality." in capsys.readouterr().out
+    assert "unknown benchmark 'quantum'; known: experts, generate, linear, quality." in capsys.readouterr().out
