@@ -10,6 +10,7 @@ TARGET("avx2,fma,f16c")
 #define T(name) name##_avx2
 #include "vector_avx2.h"
 #include "tier.h"
+#include "rows.h"
 #include "end_tier.h"
 #undef T
 TARGET_END

@@ -10,6 +10,7 @@ TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")
 #define T(name) name##_avx512
 #include "vector_avx512.h"
 #include "tier.h"
+#include "rows.h"
 TARGET_END
 
 /* a refinement: the same tier where the processor multiplies pairs of bfloat16 */

@@ -69,4 +69,17 @@ static void parallel_for(range_function run, void *job, int64_t count, int64_t s
 #endif
 }
 
+/* run(job, i, i + 1) for each of [0, count), which may differ in work: a thread that is free takes the next */
+static inline void parallel_each(range_function run, void *job, int64_t count, int threads) {
+#ifdef _OPENMP
+    if (threads > count) threads = (int)count;
+    if (threads > 1 && !in_forked_child) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+        for (int64_t i = 0; i < count; i++) run(job, i, i + 1);
+        return;
+    }
+#endif
+    parallel_for(run, job, count, 1, threads);
+}
+
 #endif

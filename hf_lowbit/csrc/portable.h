@@ -31,6 +31,7 @@ static void unpack_row(const struct lowbit_call *c, int64_t n, int16_t *out) {
 
 #define T(name) name##_portable
 #include "activations.h"
+#include "rows.h"
 #undef T
 
 struct portable_job { const struct lowbit_call *c; float *x, *t; int8_t *a; int failed; };

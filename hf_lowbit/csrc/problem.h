@@ -52,6 +52,20 @@ struct lowbit_call {
     int threads;
 };
 
+/* rows of W that become numbers: all of the first `c->m`, or those named by `ids`; they go to `c->y` [M, K] in the type of
+ * the problem */
+struct rows_job {
+    const struct lowbit_call *c;
+    const void *ids;       /* NULL, or [M] */
+    int64_t id_bytes;      /* 4 or 8 */
+    int failed;
+};
+
+static inline int64_t row_asked_for(const struct rows_job *job, int64_t i) {
+    if (!job->ids) return i;
+    return job->id_bytes == 4 ? ((const int32_t *)job->ids)[i] : ((const int64_t *)job->ids)[i];
+}
+
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 

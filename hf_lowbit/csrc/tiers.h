@@ -29,5 +29,7 @@ HIDDEN int linear_avxvnni(const struct lowbit_call *);
 HIDDEN int linear_avx512(const struct lowbit_call *);
 HIDDEN int linear_avx512_bf16(const struct lowbit_call *);
 HIDDEN int linear_amx(const struct lowbit_call *);
+HIDDEN int rows_avx2(struct rows_job *);
+HIDDEN int rows_avx512(struct rows_job *);
 
 #endif

@@ -54,7 +54,8 @@ class Kernel(NamedTuple):
     scale and zero_point [N, G], [N, 1] or [1, 1], bias [N] in x's dtype or None, and returns [M, N] in x's dtype.
     `remark(problem)` may add to the reason what a user should know, such as memory that speed costs. A kernel that
     `takes_stored` weights gets them as they are stored, [N, R] or [1, N, R]; one that `takes_batches` also gets x as
-    it is, [..., K], and returns [..., N]: a view costs as much as the choice.
+    it is, [..., K], and returns [..., N]: a view costs as much as the choice. `experts(x, offsets, weight, scale,
+    zero_point, bias, problem)` does the products of many experts at once, see experts.py; weight is int8 [E, N, R].
     `device`: the one type of device it is for, if any: elsewhere its refusal goes without saying.
     """
 
@@ -65,6 +66,7 @@ class Kernel(NamedTuple):
     remark: Callable[[Problem], str | None] = lambda problem: None
     takes_stored: bool = False
     takes_batches: bool = False
+    experts: Callable[..., Tensor] | None = None
     device: str | None = None
 
 
@@ -105,7 +107,7 @@ def use_kernel(name: str) -> Iterator[None]:
 
 def choose(problem: Problem) -> Choice:
     """The kernel for a problem. Raises ValueError when a forced kernel does not exist or can't serve it."""
-    forced = _force()
+    forced = forced_kernel()
     key = (problem, forced)
     choice = _choices.get(key)
     if choice is None:
@@ -120,17 +122,18 @@ def chosen(call: tuple) -> tuple[Kernel, Problem] | None:
 
     Building and hashing a `Problem` costs as much as a small product; `call` is a cheaper key that determines it.
     """
-    return _choices.get((call, _force()))
+    return _choices.get((call, forced_kernel()))
 
 
 def remember(call: tuple, kernel: Kernel, problem: Problem) -> None:
     """Note the kernel that `choose` gave for a problem, for `chosen(call)`."""
     if len(_choices) > MOST_CHOICES:
         _choices.clear()
-    _choices[call, _force()] = kernel, problem
+    _choices[call, forced_kernel()] = kernel, problem
 
 
-def _force() -> str | None:
+def forced_kernel() -> str | None:
+    """The name that `use_kernel` or the environment variable gives, unchecked, or None."""
     return _forced.get() or (os.environ.get(ENVIRONMENT_VARIABLE) if _key in _environment else None) or None
 
 

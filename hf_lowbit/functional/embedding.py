@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .grid import dequantize, grid_of
-from .packing import unpack
+from .rows import rows_of
 
 
 def embedding(
@@ -24,10 +23,7 @@ def embedding(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Rows `ids` (integers, any shape) of packed `weight` int8 [1, V, R]; returns [*ids.shape, embedding_dim] in
-    `dtype`."""
-    flat = ids.reshape(-1)
-    codes = unpack(weight.view(weight.shape[-2], weight.shape[-1]).index_select(0, flat), grid_of(bits), embedding_dim)
-    if scale.shape[0] > 1:
-        scale = scale.index_select(0, flat)
-        zero_point = None if zero_point is None else zero_point.index_select(0, flat)
-    return dequantize(codes, scale, zero_point, group_size, dtype).view(*ids.shape, embedding_dim)
+    `dtype`. An id outside the table raises IndexError, as torch does."""
+    table = weight.view(weight.shape[-2], weight.shape[-1])
+    rows = rows_of(table, scale, zero_point, ids.reshape(-1), bits, embedding_dim, group_size, dtype)
+    return rows.view(*ids.shape, embedding_dim)

@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import Kernel, Problem, choose, chosen, register_kernel, remember
-from .grid import TERNARY, dequantize, expand_groups, grid_of
+from .grid import dequantize, expand_groups, grid_of
 from .packing import unpack
+from .rows import BITS, FIELD
 
 
 _library = torch.library.Library("hf_lowbit", "DEF")
@@ -33,9 +34,6 @@ _library.define(
     "linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? bias, "
     "int field, int in_features, int group_size, bool int8_activations) -> Tensor"
 )
-# the operator's `field` argument: the bits, with 1 for ternary (operators take integers faster than strings)
-_FIELD = {TERNARY: 1, 2: 2, 3: 3, 4: 4, 8: 8}
-_BITS = {field: bits for bits, field in _FIELD.items()}
 
 
 def linear(
@@ -84,7 +82,7 @@ def linear(
     else:
         y = torch.ops.hf_lowbit.linear(
             x if len(shape) == 2 else x.reshape(-1, shape[-1]), weight.view(stored[-2], stored[-1]), scale, zero_point,
-            bias, _FIELD[bits], in_features, group_size or 0, int8_activations,
+            bias, FIELD[bits], in_features, group_size or 0, int8_activations,
         )  # fmt: skip
     return y if len(shape) == 2 else y.view(*shape[:-1], stored[-2])
 
@@ -154,7 +152,7 @@ def problem_of(
 
 
 def _run(x, weight, scale, zero_point, bias, field, in_features, group_size, int8_activations):
-    problem = problem_of(x, weight, scale, zero_point, _BITS[field], in_features, group_size, int8_activations)
+    problem = problem_of(x, weight, scale, zero_point, BITS[field], in_features, group_size, int8_activations)
     return choose(problem).kernel.run(x, weight, scale, zero_point, bias, problem)
 
 
@@ -174,8 +172,10 @@ def _backward(ctx, grad):
     weight, scale, zero_point = ctx.saved_tensors
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        codes = unpack(weight, grid_of(_BITS[ctx.field]), ctx.in_features)
-        grad_x = grad @ dequantize(codes, scale, zero_point, ctx.group_size or None, grad.dtype)
+        # the operator, since torch.compile traces through here
+        grad_x = grad @ torch.ops.hf_lowbit.rows(
+            weight, scale, zero_point, None, ctx.field, ctx.in_features, ctx.group_size, grad.dtype
+        )
     if ctx.has_bias and ctx.needs_input_grad[4]:
         grad_bias = grad.sum(0).to(ctx.bias_dtype)
     return grad_x, None, None, None, grad_bias, None, None, None, None

@@ -3,7 +3,7 @@
 The model's own forward indexes the parameter by expert (`self.gate_up_proj[e]`). Two ways keep it working:
 
 - modules that follow transformers' experts interface (`has_gate`, `is_transposed`, ... attributes) get a forward of
-  ours that multiplies each expert's tokens with its packed weight directly;
+  ours that multiplies all experts' tokens with their packed weights in one call;
 - all other code sees, under the parameter's name, an `ExpertStack` that dequantizes exactly what is indexed or used.
 """
 
@@ -14,10 +14,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from ..functional.grid import dequantize, grid_of
-from ..functional.linear import linear
-from ..functional.packing import unpack
-from .packed import LowBitModule
+from ..functional.experts import experts_linear
+from .packed import LowBitModule, dense_rows
 
 
 # the dtype in which an experts module's own forward reads its stacks; None outside of one
@@ -37,9 +35,7 @@ class ExpertStack:
         scale = module._parameters[f"{self._name}_scale"][index]
         zero_point = module._parameters[f"{self._name}_zero_point"]
         zero_point = None if zero_point is None else zero_point[index]
-        stored = module._parameters[self._name][index].squeeze(-3)
-        codes = unpack(stored, grid_of(packed.scheme.bits), packed.in_features)
-        dense = dequantize(codes, scale, zero_point, packed.scheme.block, self._dtype)
+        dense = dense_rows(packed, module._parameters[self._name][index], scale, zero_point, self._dtype)
         return dense.transpose(-1, -2) if packed.transposed else dense
 
     def dense(self) -> Tensor:
@@ -84,28 +80,28 @@ class LowBitExperts(LowBitModule):
             _reading.reset(token)
 
     def _forward_by_expert(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, first: str) -> Tensor:
-        """x [T, K], expert ids and weights [T, k] -> [T, K]; accumulated in float32."""
-        output = torch.zeros_like(x, dtype=torch.float32)
-        for expert in range(self.num_experts):
-            token, slot = torch.where(top_k_index == expert)
-            if token.numel() == 0:
-                continue
-            hidden = self._project(x[token], first, expert)
-            hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-            hidden = self._project(hidden, "down_proj", expert)
-            if getattr(self, "has_post_expert_norm", False):
-                hidden = self.post_expert_norm(hidden)
-            output.index_add_(0, token, (hidden * top_k_weights[token, slot, None]).to(torch.float32))
-        return output.to(x.dtype)
+        """x [T, K], expert ids and weights [T, k] -> [T, K]; accumulated in float32.
 
-    def _project(self, x: Tensor, name: str, expert: int) -> Tensor:
-        parameters, packed = self._parameters, self.lowbit[name]
-        zero_point = parameters[f"{name}_zero_point"]
+        The pairs of token and expert are sorted by expert, so that each expert's rows lie together. An id that is no
+        expert's (expert parallelism marks so what other ranks do) adds nothing.
+        """
+        ids, order = top_k_index.reshape(-1).sort(stable=True)
+        token = order // top_k_index.shape[-1]
+        offsets = torch.searchsorted(ids, torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype))
+        hidden = self._project(x.index_select(0, token), first, offsets)
+        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        hidden = self._project(hidden, "down_proj", offsets)
+        if getattr(self, "has_post_expert_norm", False):
+            hidden = self.post_expert_norm(hidden)
+        weighted = (hidden * top_k_weights.reshape(-1).index_select(0, order)[:, None]).to(torch.float32)
+        return torch.zeros_like(x, dtype=torch.float32).index_add_(0, token, weighted).to(x.dtype)
+
+    def _project(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
+        parameters = self._parameters
         bias = parameters.get(f"{name}_bias") if self.has_bias else None
-        return linear(
-            x, parameters[name][expert], parameters[f"{name}_scale"][expert],
-            None if zero_point is None else zero_point[expert], None if bias is None else bias[expert],
-            *packed.product,
+        return experts_linear(
+            x, offsets, parameters[name], parameters[f"{name}_scale"], parameters[f"{name}_zero_point"], bias,
+            *self.lowbit[name].product,
         )  # fmt: skip
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.scheme import Scheme
-from ..functional.grid import dequantize, grid_of, group_count
+from ..functional.grid import grid_of, group_count
 from ..functional.packing import pack, row_bytes, unpack
 from ..functional.rounding import round_to_nearest, scale_dtype
+from ..functional.rows import rows_of
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,22 @@ def quantize_weight(weight: Tensor, packed: PackedWeight) -> dict[str, Tensor]:
     return stored
 
 
+def dense_rows(packed: PackedWeight, stored: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype):
+    """The numbers of stored tensors, in storage orientation: [N, K], or [E, N, K] for any number E of experts."""
+    bits, in_features, block = packed.product[:3]
+    lead = stored.shape[:-3]
+    flat = stored.reshape(-1, stored.shape[-1])
+    if lead:
+        # experts have scales of their own, also where one serves a whole expert
+        scale, zero_point = (
+            None if t is None else t.expand(*lead, packed.out_features, t.shape[-1]).reshape(-1, t.shape[-1])
+            for t in (scale, zero_point)
+        )
+    return rows_of(flat, scale, zero_point, None, bits, in_features, block, dtype).view(
+        *lead, packed.out_features, in_features
+    )
+
+
 class LowBitModule(nn.Module):
     """Mixin of the low-bit layers. `lowbit` maps each packed parameter's name to its `PackedWeight`."""
 
@@ -128,9 +145,8 @@ class LowBitModule(nn.Module):
     def dense_weight(self, name: str = "weight", dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers the codes stand for, in the dense shape and orientation."""
         packed = self.lowbit[name]
-        zero_point = self._parameters.get(f"{name}_zero_point")
-        dense = dequantize(self.codes(name), self._parameters[f"{name}_scale"].detach(), zero_point,
-                           packed.scheme.block, dtype)  # fmt: skip
+        parts = (self._parameters.get(name + suffix) for suffix in ("", "_scale", "_zero_point"))
+        dense = dense_rows(packed, *(None if part is None else part.detach() for part in parts), dtype)
         return dense.transpose(-1, -2).contiguous() if packed.transposed else dense
 
     def _apply(self, fn, recurse=True):

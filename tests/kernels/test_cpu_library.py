@@ -79,7 +79,13 @@ def test_two_processes_build_at_once(tmp_path):
         pytest.skip(library.load().reason)
     sources, cache = tmp_path / "csrc", tmp_path / "cache"
     sources.mkdir()
-    functions = {"lowbit_abi": library.ABI, "lowbit_features": 0, "lowbit_linear": 0}
+    functions = {
+        "lowbit_abi": library.ABI,
+        "lowbit_features": 0,
+        "lowbit_linear": 0,
+        "lowbit_rows": 0,
+        "lowbit_experts": 0,
+    }
     (sources / "lowbit_cpu.c").write_text(
         "\n".join(
             f'__attribute__((visibility("default"))) int {name}(void) {{ return {value}; }}'

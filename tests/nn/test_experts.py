@@ -146,6 +146,34 @@ def test_int8_activations_reach_the_experts():
     assert 0 < float(difference / by_reference(floats, IDS).logits.norm()) < 0.05
 
 
+def test_ids_that_are_no_experts_add_nothing():
+    """Expert parallelism marks the pairs of other ranks by an id past the last expert."""
+    model = experts_only(build("mixtral"), bits=4, group_size=32)
+    module = next(m for m in model.modules() if isinstance(m, LowBitExperts))
+    x, weights = random(3, 64), torch.tensor([[0.7, 0.0], [0.0, 0.2], [0.0, 0.0]])
+    with torch.no_grad():
+        marked = module(x, torch.tensor([[1, 4], [4, 2], [4, 4]]), weights)
+        plain = module(x, torch.tensor([[1, 0], [0, 2], [0, 0]]), weights)
+    assert torch.equal(marked, plain) and not marked[2].any()
+
+
+def test_no_tokens():
+    module = next(m for m in experts_only(build("mixtral"), bits=4).modules() if isinstance(m, LowBitExperts))
+    with torch.no_grad():
+        nothing = module(random(0, 64), torch.zeros(0, 2, dtype=torch.int64), random(0, 2))
+    assert nothing.shape == (0, 64)
+
+
+def test_compile_has_no_graph_break():
+    torch.compiler.reset()
+    module = next(m for m in experts_only(build("mixtral"), bits=4).modules() if isinstance(m, LowBitExperts))
+    arguments = random(5, 64), torch.tensor([[0, 1], [2, 0], [3, 1], [1, 2], [2, 3]]), random(5, 2)
+    with torch.no_grad():
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(*arguments)
+        assert torch.equal(compiled, module(*arguments))
+    torch.compiler.reset()
+
+
 @pytest.fixture
 def stack():
     """The stack of a transposed module with zero points, and the dense parameter."""

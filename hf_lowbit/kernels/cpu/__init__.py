@@ -15,22 +15,11 @@ import torch
 from torch import Tensor
 
 from ...functional.dispatch import Kernel, Problem, register_kernel
-from ...functional.grid import grid_of
 from ...functional.linear import reference_linear
-from ...functional.packing import row_bytes
-from . import library
+from . import library, rows  # noqa: F401
+from .record import TIERS, TYPES, record_of, refuse_tier
 
 
-# name of a kernel -> its number in C, its rank, the processor features it needs
-TIERS = {
-    "cpu-amx": (4, 350, library.AMX),
-    "cpu-avx512vnni": (3, 300, library.AVX512),
-    "cpu-avxvnni": (2, 250, library.AVX2 | library.AVX_VNNI),
-    "cpu-avx2": (1, 200, library.AVX2),
-    # below the kernels of torch: a processor without a vector tier is better served by them at many rows
-    "cpu-portable": (0, 50, 0),
-}
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # sums of 65536 products of 8 bits by 8 bits fit 32 bits with room for zero points
 MAX_IN_FEATURES = 65536
 # vector units step over 32 codes; a group must not end inside a step
@@ -44,40 +33,21 @@ def refuse(name: str, problem: Problem) -> str | None:
     """Why the tier `name` can't serve a problem, or None."""
     if problem.device != "cpu":
         return f"the tensors are on {problem.device}"
-    if problem.dtype not in _TYPES:
+    if problem.dtype not in TYPES:
         return f"no code for {problem.dtype} activations"
     if problem.group_size % GROUP_STEP and problem.group_size < problem.in_features:
         return f"group_size={problem.group_size} is no multiple of {GROUP_STEP}"
     if not 0 < problem.in_features <= MAX_IN_FEATURES:
         return f"in_features={problem.in_features} is outside 1 to {MAX_IN_FEATURES}"
-    loaded = library.load()
-    if loaded.handle is None:
-        return loaded.reason
-    if loaded.features & TIERS[name][2] != TIERS[name][2]:
-        return "the processor lacks the instructions"
-    return None
+    return refuse_tier(name)
 
 
 def _describe(problem: Problem, scale_dtype: torch.dtype) -> int:
     """The address of the record that tells C about a problem; made once for each."""
-    grid = grid_of(problem.bits)
-    grouped = 0 < problem.group_size < problem.in_features
-    group = problem.group_size if grouped else problem.in_features
-    groups = -(-problem.in_features // group)
-    record = library.ProblemRecord(
-        field=grid.field_bits,
-        offset=-grid.qmin,
-        group=group,
-        groups=groups,
-        scale_stride=0 if problem.per_tensor else groups,
-        scale_type=_TYPES[scale_dtype],
-        grouped=grouped,
-        int8=problem.int8_activations,
-        type=_TYPES[problem.dtype],
-        rows=problem.out_features,
-        columns=problem.in_features,
-        row_bytes=row_bytes(problem.in_features, grid),
-    )
+    record = record_of(
+        problem.bits, problem.group_size, problem.per_tensor, scale_dtype, problem.dtype, problem.out_features,
+        problem.in_features, problem.int8_activations,
+    )  # fmt: skip
     if len(_kept) >= 8192:
         # a call that runs now may still read one of the younger records
         _descriptions.clear()
@@ -129,7 +99,7 @@ def _linear(
         scale.data_ptr(),
         None if zero_point is None else zero_point.data_ptr(),
         None if bias is None else bias.data_ptr(),
-        0 if bias is None else _TYPES[bias.dtype],
+        0 if bias is None else TYPES[bias.dtype],
         y.data_ptr(),
     )
     if status:
@@ -137,9 +107,64 @@ def _linear(
     return y
 
 
+def _experts(
+    tier: int,
+    x: Tensor,
+    offsets: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    problem: Problem,
+) -> Tensor:
+    count, pairs = weight.shape[0], x.shape[0]
+    if offsets.shape != (count + 1,):
+        raise ValueError(f"Expected {count + 1} offsets for {count} experts. Got {list(offsets.shape)}.")
+    if scale.dtype != torch.float32 and scale.dtype != torch.bfloat16:
+        # as above: scales of a dtype that no checkpoint has
+        scale = scale.to(torch.float32)
+    address, made_for = _descriptions.get(problem, (0, None))
+    if made_for != scale.dtype:
+        address = _describe(problem, scale.dtype)
+    # named, so that a copy outlives the call
+    offsets = offsets.to(torch.int64).contiguous()
+    x, weight, scale = x.contiguous(), weight.contiguous(), scale.contiguous()
+    zero_point = None if zero_point is None else zero_point.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    y = x.new_empty((pairs, problem.out_features))
+    status = library.load().experts(
+        address,
+        tier,
+        torch.get_num_threads(),
+        count,
+        offsets.data_ptr(),
+        pairs,
+        x.data_ptr(),
+        problem.in_features,
+        weight.data_ptr(),
+        scale.data_ptr(),
+        None if zero_point is None else zero_point.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else TYPES[bias.dtype],
+        y.data_ptr(),
+    )
+    if status == -3:
+        raise ValueError(f"`offsets` must ascend within [0, {pairs}]. Got {offsets.tolist()}.")
+    if status:
+        raise MemoryError(f"no memory for the scratch of {count} experts' products ({problem}).")
+    return y
+
+
 def _kernel(name: str) -> Kernel:
     tier, rank, _ = TIERS[name]
-    return Kernel(name, rank, partial(refuse, name), partial(_linear, tier), takes_batches=True)
+    return Kernel(
+        name,
+        rank,
+        partial(refuse, name),
+        partial(_linear, tier),
+        takes_batches=True,
+        experts=partial(_experts, tier),
+    )
 
 
 for _name in TIERS:

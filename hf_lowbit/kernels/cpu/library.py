@@ -27,7 +27,7 @@ NO_C_VARIABLE = "HF_LOWBIT_NO_C"
 CACHE_VARIABLE = "HF_LOWBIT_CACHE"
 LIBRARY_VARIABLE = "HF_LOWBIT_LIBRARY"
 # the value of lowbit_abi() that this file can call
-ABI = 1
+ABI = 2
 AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX = 1, 2, 4, 8, 16
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = _PACKAGE / "csrc"
@@ -49,12 +49,15 @@ class ProblemRecord(ctypes.Structure):
 
 
 class Loaded(NamedTuple):
-    """The library, or the reason for its absence. `linear` is `lowbit_linear`, `features` what the processor has."""
+    """The library, or the reason for its absence. `linear` is `lowbit_linear` and so on, `features` what the processor
+    has."""
 
     handle: ctypes.CDLL | None
     reason: str
     features: int = 0
     linear: Callable[..., int] | None = None
+    rows: Callable[..., int] | None = None
+    experts: Callable[..., int] | None = None
 
 
 _loaded: Loaded | None = None
@@ -105,7 +108,13 @@ def _open(path: Path) -> Loaded:
     linear = handle.lowbit_linear
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     linear.argtypes = [pointer, number, number, number, pointer, number] + [pointer] * 4 + [number, pointer]
-    return Loaded(handle, str(path), handle.lowbit_features(), linear)
+    rows = handle.lowbit_rows
+    rows.argtypes = [pointer] + [number] * 3 + [pointer, number] + [pointer] * 4
+    experts = handle.lowbit_experts
+    experts.argtypes = (
+        [pointer] + [number] * 3 + [pointer, number] + [pointer, number] + [pointer] * 4 + [number, pointer]
+    )
+    return Loaded(handle, str(path), handle.lowbit_features(), linear, rows, experts)
 
 
 def _build(reasons: list[str]) -> Path | None:
