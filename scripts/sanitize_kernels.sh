@@ -23,6 +23,6 @@ cd "$root"
 env HF_LOWBIT_LIBRARY="$folder/_lowbit_cpu.so" \
     LD_PRELOAD="$($cc -print-file-name=libasan.so) $($cc -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-    "$python" -m pytest -q -p no:cacheprovider tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_input.py \
+    "$python" -m pytest -q -s -p no:cacheprovider tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_input.py \
     tests/kernels/test_cpu_threads.py tests/kernels/test_cpu_amx.py tests/kernels/test_cpu_digits.py \
     tests/kernels/test_cpu_rows.py tests/kernels/test_cpu_experts.py "$@"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import choose
-from .linear import problem_of
+from .linear import is_watched, problem_of
 from .rows import BITS, FIELD, rows_of
 
 
@@ -52,7 +52,7 @@ def experts_linear(
                 x, offsets, weight, scale, zero_point, bias, bits, in_features, group_size, int8_activations
             )
     bias = None if bias is None else bias.to(x.dtype)
-    if type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if type(x) is Tensor and not torch.is_grad_enabled() and not is_watched():
         return _experts(
             x, offsets, weight, scale, zero_point, bias, bits, in_features, group_size or 0, int8_activations
         )

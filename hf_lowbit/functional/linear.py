@@ -61,7 +61,7 @@ def linear(
     if bias is not None and bias.dtype != x.dtype:
         # under autocast, and where a model keeps its biases in float32
         bias = bias.to(x.dtype)
-    if type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if type(x) is Tensor and not torch.is_grad_enabled() and not is_watched():
         # nothing to record or trace: skip the operator's dispatch, which costs as much as a small product
         call = (
             bits, in_features, group_size, int8_activations, shape, x.dtype, device, stored[-2], scale.numel() == 1,
@@ -85,6 +85,16 @@ def linear(
             bias, FIELD[bits], in_features, group_size or 0, int8_activations,
         )  # fmt: skip
     return y if len(shape) == 2 else y.view(*shape[:-1], stored[-2])
+
+
+def is_watched() -> bool:
+    """Whether something wants to see the operators that run: torch.compile, jit.trace, a dispatch mode, functorch."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:

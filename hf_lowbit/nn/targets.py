@@ -73,6 +73,10 @@ def decide(model: nn.Module, request: Request) -> list[Target]:
         skip = first_match(request.modules_to_not_convert, name)
         asked = first_match(request.modules, name)
         used |= {pattern for pattern in (skip, asked) if pattern is not None}
+        if skip == asked == name:
+            raise ValueError(
+                f"`modules` and `modules_to_not_convert` both name `{name}`; keep one of the two entries."
+            )
         reason = obstacle(target.module, kind, target.parameter) or find_reason(hard, module_name)
         if skip is not None:
             reason = f"`modules_to_not_convert` names it ({skip!r})"
@@ -187,7 +191,9 @@ def _share_ties(targets: list[Target], ties: list[set[str]]) -> None:
 
 
 def _check_used(model: nn.Module, request: Request, targets: list[Target], used: set[str]) -> None:
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_modules() if name] + [target.name for target in targets]
+    owners = tuple({f"{target.module_name}." for target in targets})
+    names += [name for name, _ in model.named_parameters() if not name.startswith(owners)]
     for field in ("modules", "modules_to_not_convert"):
         for pattern in getattr(request, field):
             if pattern in used:
@@ -196,9 +202,16 @@ def _check_used(model: nn.Module, request: Request, targets: list[Target], used:
             if hit is None:
                 raise ValueError(
                     f"`{field}` has {pattern!r}, which matches no module of {type(model).__name__}. Names match whole "
-                    'dotted parts ("mlp.gate" is not "mlp.gate_proj"); print(model) lists them.'
+                    'dotted parts ("mlp.gate" is not "mlp.gate_proj") and are those of modules, not of their '
+                    "parameters; print(model) lists them."
                 )
             if field != "modules":
+                below = next((target.name for target in targets if target.name.startswith(f"{hit}.")), None)
+                if below is not None:
+                    raise ValueError(
+                        f"`{field}` has {pattern!r}, which matches `{hit}` but nothing below it, such as `{below}`: "
+                        f"it would keep nothing dense. Use {hit!r}, or let the pattern go on."
+                    )
                 continue
             matched = next((target.name for target in targets if first_match([pattern], target.name)), None)
             if matched is None:

@@ -8,8 +8,6 @@ base class differs.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -23,6 +21,7 @@ from ..nn.targets import Target, find_targets
 from ..nn.trainable import Training
 from .accounting import install_accounting
 from .checkpoint import check_loaded, check_shapes, check_stored, naming_conflict, recorded_targets
+from .ownership import own_config
 from .resize import install_resize
 from .transitions import settle
 
@@ -203,6 +202,7 @@ class LowBitQuantizer(HfQuantizer):
             # a plain torch module: nothing of transformers to tell
             return
         self._tie_companions(model, {target.parameter_name: target for target in targets})
+        own_config(model)
         model.hf_quantizer = self
         model.is_quantized = True
         model.quantization_method = self.quantization_config.quant_method
