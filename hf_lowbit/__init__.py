@@ -5,7 +5,6 @@ Importing it registers the quantization configs with transformers; `from_pretrai
 when they are first used, so that the import itself costs next to nothing.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,22 @@ if TYPE_CHECKING:
     from .hub import push_to_hub
     from .nn.codes import codes
     from .quantizers.memory import quantize
+    from .quantizers.merging import merge_as
+    from .quantizers.prepare import prepare_model_for_lowbit_training
 
 
 __version__ = "0.1.0"
-__all__ = ["LowBitConfig", "Scheme", "codes", "inspect", "push_to_hub", "quantize", "report"]
+__all__ = [
+    "LowBitConfig",
+    "Scheme",
+    "codes",
+    "inspect",
+    "merge_as",
+    "prepare_model_for_lowbit_training",
+    "push_to_hub",
+    "quantize",
+    "report",
+]
 
 # where each public name lives
 _HOMES = {
@@ -30,6 +41,8 @@ _HOMES = {
     "Scheme": "configs",
     "codes": "nn.codes",
     "inspect": "compress.inspect",
+    "merge_as": "quantizers.merging",
+    "prepare_model_for_lowbit_training": "quantizers.prepare",
     "push_to_hub": "hub",
     "quantize": "quantizers.memory",
     "report": "compress.report",
@@ -48,8 +61,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-# now if transformers' registry is loaded, else as soon as it is
-if _hf_lowbit_autoload.TARGET in sys.modules:
-    import_module(".registration", __name__).register()
-else:
-    _hf_lowbit_autoload.install()
+# now with what of transformers and peft is loaded, with the rest as soon as it is
+for _step in _hf_lowbit_autoload.loaded():
+    getattr(import_module(".registration", __name__), _step)()
+_hf_lowbit_autoload.install()

@@ -24,13 +24,24 @@ DESIGNED = {
     "export",
     "freeze",
     "inspect",
+    "merge_as",
     "prepare_model_for_lowbit_training",
     "push_to_hub",
     "quantize",
     "report",
 }
 # what works today; a name that goes missing is a broken promise, so the list is written down
-PROMISED = {"LowBitConfig", "Scheme", "codes", "inspect", "push_to_hub", "quantize", "report"}
+PROMISED = {
+    "LowBitConfig",
+    "Scheme",
+    "codes",
+    "inspect",
+    "merge_as",
+    "prepare_model_for_lowbit_training",
+    "push_to_hub",
+    "quantize",
+    "report",
+}
 
 # the argument names and their order are fixed: users pass them by position and by keyword
 FIRST_PARAMETERS = {
@@ -48,6 +59,8 @@ FIRST_PARAMETERS = {
     "Scheme": ["bits", "group_size", "symmetric", "activations"],
     "codes": ["module"],
     "inspect": ["model_or_id"],
+    "merge_as": ["mode"],
+    "prepare_model_for_lowbit_training": ["model"],
     "push_to_hub": ["model", "repo_id", "tokenizer", "report"],
     "quantize": ["model", "config"],
     "report": ["model"],
