@@ -85,8 +85,9 @@ def refuse(config, base, name: str, parameter_name: str | None = None) -> None:
     instead = "call `model.dequantize()` before `get_peft_model`"
     if parameter_name is not None:
         raise ValueError(
-            f"`target_parameters`: {what}, and `{parameter_name}` holds packed codes, to which PEFT can't add. Target "
-            f"linear layers by `target_modules`, leave the module dense with `modules_to_not_convert`, or {instead}."
+            f"`target_parameters`: {what}, and `{parameter_name}` holds packed codes, to which PEFT can't add. (For "
+            'mixtures PEFT\'s "all-linear" and defaults include the fused experts.) Name the '
+            f"linear layers in `target_modules`, leave the module dense with `modules_to_not_convert`, or {instead}."
         )
     if method not in SUPPORTED:
         raise ValueError(

@@ -58,7 +58,7 @@ def test_adapter_is_read_in_a_fresh_process_that_knows_only_peft(lowbit_folder, 
     assert fresh(code, tmp_path / "adapter", tmp_path / "expected.pt") == "True True"
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert-classifier"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert-classifier"])
 def test_all_linear_means_every_layer_but_the_head(name):
     model = lowbit(name)
     expected = {n for n, m in model.named_modules() if isinstance(m, (LowBitModule)) and not hasattr(m, "output_like")
@@ -68,6 +68,12 @@ def test_all_linear_means_every_layer_but_the_head(name):
     prefix = "base_model.model."
     found = {n.removeprefix(prefix) for n, m in adapted.named_modules() if isinstance(m, LowBitAdapter)}
     assert found == expected and found
+
+
+def test_all_linear_of_fused_experts_is_refused():
+    """PEFT adds the fused experts of a mixture to "all-linear" by itself, as `target_parameters`."""
+    with pytest.raises(ValueError, match="packed codes"):
+        get_peft_model(lowbit("mixtral"), LoraConfig(target_modules="all-linear"))
 
 
 def test_conv1d_gets_the_sizes_of_its_dense_weight():
@@ -84,10 +90,10 @@ def test_target_parameters_of_packed_weights_are_refused(kind):
         get_peft_model(lowbit(name), LoraConfig(target_modules=[], target_parameters=[target]))
 
 
-@pytest.mark.parametrize("initialization", ["pissa", "pissa_niter_4", "olora", "loftq"])
+@pytest.mark.parametrize("initialization", ["pissa", "pissa_niter_4", "olora"])
 def test_initializations_that_change_the_base_are_refused(initialization):
     model = lowbit()
-    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=initialization, loftq_config={"loftq_bits": 4})
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=initialization)
     with pytest.raises(ValueError, match=r"`init_lora_weights`=.*q_proj.*dequantize"):
         get_peft_model(model, config)
 
@@ -107,9 +113,9 @@ def test_tied_codes_are_not_merged():
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_smollm2_adapter_reloads_and_merges(smollm2, tmp_path, dora):
-    """The real model, 4 bits, bfloat16."""
+    """The real model at 4 bits, in float32: in bfloat16 the noise of activations is as large as a small adapter."""
     config = lb.LowBitConfig(bits=4, group_size=64)
-    base = AutoModelForCausalLM.from_pretrained(smollm2, quantization_config=config)
+    base = AutoModelForCausalLM.from_pretrained(smollm2, quantization_config=config, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(smollm2)(
         "It is a truth universally acknowledged", return_tensors="pt"
     ).input_ids
@@ -123,9 +129,9 @@ def test_smollm2_adapter_reloads_and_merges(smollm2, tmp_path, dora):
                 parameter.normal_(std=0.02)
         expected = model(ids).logits
     model.save_pretrained(tmp_path)
-    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
+    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32).eval()
     with torch.no_grad():
         assert torch.equal(again(ids).logits, expected)
         merged = again.merge_and_unload(safe_merge=True)(ids).logits
-    # bfloat16 rounds the merged weight once, and each activation on another path
-    assert (merged - expected).norm() < 0.25 * (expected - without).norm()
+    # float32 sums in another order, over thirty layers
+    assert (merged - expected).norm() < 0.01 * (expected - without).norm()
