@@ -3,8 +3,8 @@
 transformers has no plugin discovery: a checkpoint whose `quant_method` nobody registered is read as if it were dense.
 `hf_lowbit_autoload.pth`, installed beside this file, imports this module when the interpreter starts. All that
 happens then is one entry in `sys.meta_path`. The entry waits for `transformers.quantizers.auto`, the module that
-holds the registry, and calls `hf_lowbit.registration.register()` as soon as that module has run. A process that never
-imports transformers never imports hf_lowbit.
+holds the registry, and calls `hf_lowbit.registration.register()` as soon as that module has run; after `peft`, which
+has no discovery either, it calls `register_peft()`. A process that never imports transformers never imports hf_lowbit.
 
 What holds in every case: only the standard library is used, and of it only what the interpreter has loaded anyway; a
 failure of hf_lowbit becomes a warning, never a failed import of transformers; `HF_LOWBIT_AUTOLOAD=0` switches it off.
@@ -15,6 +15,8 @@ import sys
 
 
 TARGET = "transformers.quantizers.auto"
+# what of hf_lowbit.registration is called after which module
+STEPS = {TARGET: "register", "peft": "register_peft"}
 SWITCH = "HF_LOWBIT_AUTOLOAD"
 
 
@@ -24,7 +26,7 @@ class RegisterAfterImport:
     searching = False
 
     def find_spec(self, name, path=None, target=None):
-        if name != TARGET or self.searching or self not in sys.meta_path:
+        if name not in STEPS or self.searching or self not in sys.meta_path:
             return None
         # a finder that calls all the others from its own search must not lead back into this one
         self.searching = True
@@ -34,20 +36,20 @@ class RegisterAfterImport:
                 find_spec = getattr(finder, "find_spec", None)
                 spec = find_spec(name, path, target) if find_spec else None
                 if spec is not None:
-                    register_after(spec.loader)
+                    register_after(spec.loader, STEPS[name])
                     return spec
             return None
         finally:
             self.searching = False
 
 
-def register_after(loader):
-    """Make `loader` call `register` once it has executed its module; it keeps its type and its other methods."""
+def register_after(loader, step):
+    """Make `loader` call `register(step)` once it has executed its module; it keeps its type and its other methods."""
 
     def exec_module(module):
         del loader.exec_module
         loader.exec_module(module)
-        register()
+        register(step)
 
     # a loader that is a class is shared by all modules of its kind, and some loaders accept no attributes: both are
     # left as they are, and such a process has to import hf_lowbit itself
@@ -58,15 +60,15 @@ def register_after(loader):
             return
 
 
-def register():
-    """Register hf_lowbit with transformers; whatever goes wrong is a warning."""
+def register(step):
+    """Call function `step` of hf_lowbit.registration; whatever goes wrong is a warning."""
     if getattr(getattr(sys.modules.get("hf_lowbit"), "__spec__", None), "_initializing", False):
         # hf_lowbit is still being imported, and registers when it is complete
         return
     try:
-        from hf_lowbit.registration import register as register_with_transformers
+        from hf_lowbit import registration
 
-        register_with_transformers()
+        getattr(registration, step)()
     except Exception as cause:
         warn(
             f"hf_lowbit is installed but could not be loaded ({type(cause).__name__}: {cause}), so this process will "
@@ -85,11 +87,19 @@ def warn(message):
 
 
 def install():
-    """Put the finder in place, once; if transformers is already there, register now."""
+    """Put the finder in place, once; for what is already there, register now."""
     if not any(isinstance(finder, RegisterAfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, RegisterAfterImport())
-    if TARGET in sys.modules:
-        register()
+    for step in loaded():
+        register(step)
+
+
+def loaded():
+    """The steps whose module is there. peft loads transformers halfway through its own import, and with it us: its
+    step comes when it is complete."""
+    spec = getattr(sys.modules.get("peft"), "__spec__", None)
+    return [STEPS[name] for name in STEPS if name in sys.modules
+            and not (name == "peft" and getattr(spec, "_initializing", False))]  # fmt: skip
 
 
 # the switch is for processes that do not import hf_lowbit; hf_lowbit itself calls `install` in any case

@@ -5,7 +5,6 @@ Importing it registers the quantization configs with transformers; `from_pretrai
 when they are first used, so that the import itself costs next to nothing.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from .nn.codes import codes
     from .quantizers.freeze import freeze
     from .quantizers.memory import quantize
+    from .quantizers.merging import merge_as
+    from .quantizers.prepare import prepare_model_for_lowbit_training
     from .training.callback import DQTCallback
     from .training.optimizer import DQTOptimizer
 
@@ -34,6 +35,8 @@ __all__ = [
     "codes",
     "freeze",
     "inspect",
+    "merge_as",
+    "prepare_model_for_lowbit_training",
     "push_to_hub",
     "quantize",
     "report",
@@ -49,6 +52,8 @@ _HOMES = {
     "codes": "nn.codes",
     "freeze": "quantizers.freeze",
     "inspect": "compress.inspect",
+    "merge_as": "quantizers.merging",
+    "prepare_model_for_lowbit_training": "quantizers.prepare",
     "push_to_hub": "hub",
     "quantize": "quantizers.memory",
     "report": "compress.report",
@@ -67,8 +72,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-# now if transformers' registry is loaded, else as soon as it is
-if _hf_lowbit_autoload.TARGET in sys.modules:
-    import_module(".registration", __name__).register()
-else:
-    _hf_lowbit_autoload.install()
+# now with what of transformers and peft is loaded, with the rest as soon as it is
+for _step in _hf_lowbit_autoload.loaded():
+    getattr(import_module(".registration", __name__), _step)()
+_hf_lowbit_autoload.install()

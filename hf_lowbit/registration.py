@@ -1,4 +1,5 @@
-"""Everything that transformers must know about us: the quantizer, and the card of a plain `push_to_hub`."""
+"""Everything that transformers must know about us: the quantizer, and the card of a plain `push_to_hub`; and peft: the
+adapter layers."""
 
 from __future__ import annotations
 
@@ -9,4 +10,11 @@ def register() -> None:
     from .quantizers import register as register_quantizer
 
     register_quantizer()
+    install()
+
+
+def register_peft() -> None:
+    """Tell PEFT, which must have been imported, about low-bit layers. Calling it again changes nothing."""
+    from .quantizers.peft_hooks import install
+
     install()

@@ -105,8 +105,8 @@ EXPORT int lowbit_experts(const struct lowbit_problem *p, int64_t tier, int64_t 
     }
     int64_t row = p->rows * (p->type == TYPE_F32 ? 4 : 2);
     /* an empty y may have no address */
-    if (begin * row) memset(y, 0, (size_t)(begin * row));
-    if ((m - end) * row) memset((char *)y + end * row, 0, (size_t)((m - end) * row));
+    if (begin > 0) memset(y, 0, (size_t)(begin * row));
+    if (m > end) memset((char *)y + end * row, 0, (size_t)((m - end) * row));
     int apart = active >= threads && work < active * 16 * SMALL_WORK;
     if (apart) {
         all.threads = 1;

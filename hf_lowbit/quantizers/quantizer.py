@@ -8,6 +8,8 @@ base class differs.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter

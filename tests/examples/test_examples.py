@@ -92,6 +92,14 @@ def test_finetune_smollm2(tiny_llama, tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
 
 
+def test_qlora_smollm2(tiny_llama, tmp_path):
+    small = ["--window", 32, "--windows", 4, "--steps", 2]
+    output = run("qlora_smollm2.py", "--model", tiny_llama, "--output", "out", *small, cwd=tmp_path)
+    assert "loss with the adapter beside the codes" in output
+    assert "loss with it merged exactly" in output
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
 def test_every_example_is_tested():
     tested = Path(__file__).read_text()
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tested] == []

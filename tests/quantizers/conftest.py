@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_lowbit as lb
+from tests.assets import smollm2  # noqa: F401
 from tests.quantizers.architectures import BY_ID
 
 
