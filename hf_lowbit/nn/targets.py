@@ -193,7 +193,12 @@ def _share_ties(targets: list[Target], ties: list[set[str]]) -> None:
 def _check_used(model: nn.Module, request: Request, targets: list[Target], used: set[str]) -> None:
     names = [name for name, _ in model.named_modules() if name] + [target.name for target in targets]
     owners = tuple({f"{target.module_name}." for target in targets})
-    names += [name for name, _ in model.named_parameters() if not name.startswith(owners)]
+    # bare parameters, such as position embeddings, have no module to be named by
+    names += [
+        name
+        for name, _ in model.named_parameters()
+        if name.rpartition(".")[2] not in ("weight", "bias") and not name.startswith(owners)
+    ]
     for field in ("modules", "modules_to_not_convert"):
         for pattern in getattr(request, field):
             if pattern in used:

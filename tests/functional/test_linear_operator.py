@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.functional.layers import make_layer, random
 
@@ -128,3 +129,16 @@ def test_inference_mode():
         inside = layer(x)
     with torch.no_grad():
         assert torch.equal(inside.clone(), layer(x))
+
+
+def test_whoever_watches_the_operators_sees_the_product():
+    """Without gradients a call skips the operator, but not where something records what runs."""
+    layer, x = make_layer(4, 4), random(3, 10)
+    with torch.no_grad():
+        expected = layer(x)
+        traced = torch.jit.trace(lambda z: layer(z), x)
+        assert torch.equal(traced(x), expected)
+        graph = make_fx(lambda z: layer(z))(x)
+        assert torch.equal(graph(x), expected)
+        assert torch.ops.hf_lowbit.linear.default in [node.target for node in graph.graph.nodes]
+        torch.testing.assert_close(torch.func.vmap(layer)(x.unsqueeze(1)).squeeze(1), expected)

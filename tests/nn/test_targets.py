@@ -82,6 +82,19 @@ def test_a_pattern_that_matches_nothing(fields, pattern):
     assert repr(pattern) in str(caught.value) and f"`{next(iter(fields))}`" in str(caught.value)
 
 
+@pytest.mark.parametrize("pattern", ["up.weight", "re:.*weight$", "re:", "re:part$"])
+def test_what_would_keep_nothing_dense_is_an_error(pattern):
+    # a name of a parameter, an empty expression, and one that stops before the weights
+    model = nn.ModuleDict({"part": small()}) if "part" in pattern else small()
+    with pytest.raises(ValueError, match="matches no module of|matches `part` but nothing below it"):
+        packed(model, modules_to_not_convert=[pattern])
+
+
+def test_a_module_that_is_both_asked_for_and_kept():
+    with pytest.raises(ValueError, match="both name `up`"):
+        packed(small(), modules={"up": Scheme(8)}, modules_to_not_convert=["up"])
+
+
 def test_a_pattern_that_matches_only_what_has_no_low_bit_form():
     with pytest.raises(ValueError, match="`modules` has 'norm', which matches `norm` but no weight"):
         decide(small(), LowBitConfig(modules={"norm": Scheme()}))

@@ -102,6 +102,16 @@ def test_fresh_model_from_a_config(tmp_path):
     assert (BY_ID["llama"](dense) - BY_ID["llama"](reloaded)).norm() <= 1e-5 * BY_ID["llama"](dense).norm()
 
 
+def test_the_config_a_model_was_built_from_stays_as_it_was(tmp_path):
+    config = LlamaConfig(**DECODER)
+    low = lb.quantize(AutoModelForCausalLM.from_config(config), CONFIG)
+    assert not hasattr(config, "quantization_config") and hasattr(low.config, "quantization_config")
+    assert low.model.config is low.config and low.model.layers[0].self_attn.config is low.config
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=lb.LowBitConfig(bits=4, group_size=16))
+    assert lb.report(other).lowbit_parameters > 0
+
+
 def test_dict_config():
     model = lb.quantize(perceptron(), {"bits": 4, "group_size": 16, "modules": {"0": {"bits": 8}}})
     assert model[0].lowbit["weight"].scheme.bits == 8 and model[2].lowbit["weight"].scheme.bits == 4
