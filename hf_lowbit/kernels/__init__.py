@@ -3,4 +3,5 @@
 Importing it registers kernels and nothing more: no compiler runs, no library is loaded before the first product.
 """
 
+from ..functional.dispatch import use_kernel  # noqa: F401
 from . import cpu, torch_native, triton  # noqa: F401
