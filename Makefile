@@ -46,10 +46,10 @@ check: $(STAMP)
 	$(PY) -m ruff format --check
 	$(PY) -m pytest -q tests/house/test_architecture.py
 
-triton: $(STAMP)
+triton: assets
 	bash scripts/triton.sh $(PY) $(PYTEST_FLAGS)
 
-compat: $(STAMP)
+compat: assets
 	bash scripts/compat.sh $(PY)
 
 wheel: $(STAMP)
