@@ -51,9 +51,14 @@ def _subclasses(cls: type) -> list[type]:
 
 
 def is_lowbit(module) -> bool:
-    """Whether `module` is a low-bit layer; False, at no cost, in a process that has none."""
+    """Whether `module` is a low-bit layer; False, at no cost, in a process that has none.
+
+    Trainable ones (with a `training_form`) look like float layers to PEFT, and refuse to be merged into by themselves.
+    """
     packed = sys.modules.get(PACKED)
-    return packed is not None and isinstance(module, packed.LowBitModule) and bool(module.__dict__.get("lowbit"))
+    if packed is None or not isinstance(module, packed.LowBitModule) or "training_form" in module.__dict__:
+        return False
+    return bool(module.__dict__.get("lowbit"))
 
 
 def _wrap_create(create):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers.utils import logging
 
 import hf_lowbit as lb
 from tests.assets import smollm2  # noqa: F401
@@ -17,6 +18,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def warnings_of_transformers():
+    """Tests read what transformers logs; whoever ran before may have made it quiet."""
+    logging.set_verbosity_warning()
 
 
 @pytest.fixture(scope="session")
