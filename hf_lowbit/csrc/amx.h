@@ -93,7 +93,7 @@ static struct amx_job amx_plan(const struct lowbit_call *c, int64_t codes) {
     job.tiles = (c->m + TILE_ROWS - 1) / TILE_ROWS;
     /* rows of x that stay in a core's cache beside a panel */
     int64_t tiles = 1024 * 1024 / (job.units * 64 * TILE_ROWS);
-    job.tiles_a_block = tiles < 4 ? 4 : tiles / 2 * 2;
+    job.tiles_a_block = tiles < 8 ? 8 : tiles / 2 * 2;
     job.x = scratch(job.tiles * job.units * 64 * TILE_ROWS);
     job.t = scratch(job.tiles * TILE_ROWS * 4);
     job.group_of = scratch((p->columns + 63) / 64 * 2 * 4);
