@@ -16,19 +16,10 @@ from hf_lowbit.kernels.torch_native import copies, int4, integers
 from tests.kernels.native_layers import make, problem_for
 
 
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 needs_int4 = pytest.mark.skipif(not int4.HAS_INT4, reason="torch has no fast int4 product on this processor")
 # more rows than the int4 product is used for
 MANY = 32
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_seed():
-    """Products this small are slower with more; inputs are the same in every run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def warm(layer, rows=1):

@@ -25,18 +25,9 @@ SCHEMES = [
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCE]
 ROWS = (0, 1, 2, 15, 16, 17, 64)
 
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 needs_int4 = pytest.mark.skipif(not int4.HAS_INT4, reason="torch has no fast int4 product on this processor")
 needs_integers = pytest.mark.skipif(not integers.HAS_INTEGERS, reason="torch has no fast integer product here")
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_seed():
-    """Products this small are slower with more; inputs are the same in every run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def check(x, layer, int8_activations=False, bias=None):
