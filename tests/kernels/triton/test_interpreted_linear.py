@@ -6,7 +6,7 @@ multiply it, so bfloat16 runs in float32 there (UPCAST), and float16 stands for 
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hf_lowbit.functional.grid import BITS, grid_of
@@ -103,9 +103,12 @@ def test_plans_of_the_tables(capability, rows, int8):
 
 @settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 300), st.sampled_from([1, 2, 4]), DTYPES, st.integers(-130, 100))
+@example(1, 22, 1, torch.float32, -127)
 def test_activations_are_quantized_as_by_the_reference(rows, width, planes, dtype, exponent):
     from hf_lowbit.kernels.triton.product import quantize
 
+    # the interpreter takes a bfloat16 number below the smallest normal one for 0; half a step is the smallest here
+    assume(dtype != torch.bfloat16 or 2.0 ** (exponent - 1) >= torch.finfo(dtype).smallest_normal)
     generator = torch.Generator().manual_seed(width)
     # halves of a step occur, where rounding to even decides
     x = torch.randint(-254, 255, (rows, width), generator=generator) / 2 * 2.0**exponent
