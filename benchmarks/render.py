@@ -102,18 +102,19 @@ def shuffles_line(rows: dict) -> str:
 
 
 def products_table(rows: dict) -> str:
-    """Speed against bfloat16 of each kernel and scheme, worst shape to best; a column for each number of rows."""
+    """Speed against torch's faster product of each kernel and scheme, worst shape to best; a column for M."""
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for key, row in rows.items():
         kernel, _, many = key.split()
         for name, product in row["products"].items():
-            if name != "bf16":
-                ratios = found.setdefault((kernel if name != "fp32" else "torch", name), {})
-                ratios.setdefault(int(many.removeprefix("M=")), []).append(product["ratio"])
+            scheme = f"torch {name}" if name in ("bf16", "fp32") else name
+            found.setdefault((kernel, scheme), {}).setdefault(int(many.removeprefix("M=")), []).append(
+                product["ratio"]
+            )
     every = sorted({many for ratios in found.values() for many in ratios})
     body = [
         [kernel, name, *(span(ratios[many]) if many in ratios else "" for many in every)]
-        for (kernel, name), ratios in sorted(found.items(), key=lambda item: (item[0][0] == "torch", item[0][0]))
+        for (kernel, name), ratios in found.items()
     ]
     return table(["kernel", "scheme", *(f"M={many}" for many in every)], body)
 

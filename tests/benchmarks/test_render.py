@@ -78,6 +78,7 @@ def test_products_tell_their_worst_and_best_shape():
     assert products_table(rows).splitlines() == [
         "| kernel | scheme | M=1 | M=8 |",
         "| --- | --- | ---: | ---: |",
+        "| cpu-amx | torch bf16 | 1.0 | 1.0 |",
+        "| cpu-amx | torch fp32 | 0.5 | 0.5 |",
         "| cpu-amx | int4 | 3.0 - 5.0 | 2.0 |",
-        "| torch | fp32 | 0.5 | 0.5 |",
     ]
