@@ -2,7 +2,7 @@
 
     ratio = median seconds of F.linear / median seconds of the low-bit product,   both in one interleaved loop
 
-where F.linear is the faster one of bfloat16 and float32; the seconds of both are kept.
+where F.linear is bfloat16, as x is, and float32 on tiers whose processors can't multiply that (WITHOUT_BFLOAT16).
 
 Weights stand in a ring larger than the caches, so that each call reads its weights from memory, as a model does: a
 ring of R matrices, call i uses matrix i mod R. Calls of all candidates alternate in random order; a disturbance hits
@@ -61,6 +61,8 @@ TORCH_OF = {
 # seconds for one shape and number of rows
 BUDGET = 4.0
 LEAST, MOST = 7, 200
+
+WITHOUT_BFLOAT16 = ("cpu-avxvnni", "cpu-avx2")
 
 
 def tiers() -> list[str]:
@@ -144,7 +146,7 @@ def measure(record, tier, shape, parameters, others=None):
         if not is_quiet(spent.others, stream):
             print(f"{key}: thrown away, the machine is busy ({spent.others:.1f} cores, {stream} GB/s)", flush=True)
             continue
-        dense = min(seconds["bf16"], seconds["fp32"])
+        dense = seconds["fp32" if tier in WITHOUT_BFLOAT16 else "bf16"]
         figures = {name: {"us": round(s * 1e6, 1), "ratio": round(dense / s, 2)} for name, s in seconds.items()}
         quiet = {"stream": stream and round(stream, 1), "others": round(spent.others or 0.0, 2)}
         record.add(key, {**quiet, "products": figures, "left_out": left_out})
@@ -186,6 +188,7 @@ def main() -> int:
             left = f"--minutes={(until - time.perf_counter()) / 60:.1f}"
             command = [sys.executable, "-m", "benchmarks.linear", f"--tier={tier}", left]
             subprocess.run(command + ["--peers"] * arguments.peers, env={**os.environ, **limits}, check=True)
+            record = Record(record.path.stem, protocol)
             continue
         for shape in SHAPES:
             if time.perf_counter() > until:

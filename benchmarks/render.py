@@ -11,6 +11,7 @@ import math
 import statistics
 from pathlib import Path
 
+from benchmarks.linear import WITHOUT_BFLOAT16
 from benchmarks.record import RESULTS, ROOT
 
 
@@ -102,14 +103,15 @@ def shuffles_line(rows: dict) -> str:
 
 
 def products_table(rows: dict) -> str:
-    """Speed against torch's faster product of each kernel and scheme, worst shape to best; a column for M."""
+    """Speed against torch's product (WITHOUT_BFLOAT16 says which) of each kernel and scheme, worst shape to best."""
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for key, row in rows.items():
         kernel, _, many = key.split()
+        dense = row["products"]["fp32" if kernel in WITHOUT_BFLOAT16 else "bf16"]["us"]
         for name, product in row["products"].items():
             scheme = f"torch {name}" if name in ("bf16", "fp32") else name
             found.setdefault((kernel, scheme), {}).setdefault(int(many.removeprefix("M=")), []).append(
-                product["ratio"]
+                dense / product["us"]
             )
     every = sorted({many for ratios in found.values() for many in ratios})
     body = [
