@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ...functional.grid import expand_groups, grid_of
 from ...functional.packing import pack
 from ...nn.packed import LowBitModule, PackedWeight
+from ...nn.trainable import TrainableModule
 
 
 # rounding to nearest would leave h = q + 0.5 to the parity of q
@@ -136,6 +137,8 @@ class Tuning:
         for prefix, module in lowbit.named_modules():
             if isinstance(module, LowBitModule):
                 start = f"{prefix}." if prefix else ""
+                if isinstance(module, TrainableModule):
+                    raise ValueError(f"`{prefix}` is a trainable weight: refine a model after `hf_lowbit.freeze`")
                 companions |= {start + name for name in module.companions()}
                 for name in module.lowbit:
                     if id(module._parameters[name]) not in seen:

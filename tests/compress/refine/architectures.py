@@ -39,8 +39,8 @@ def speech(start):
     return {**noise("input_features", 2, 8, 40)(start), "decoder_input_ids": letters(2, 6, start)}
 
 
-def llama():
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=VOCABULARY))
+def llama(**settings):
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=VOCABULARY, **settings))
 
 
 def bert():

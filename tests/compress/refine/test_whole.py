@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+import hf_lowbit as lb
 from hf_lowbit.compress.refine.blocks import refine_blocks
 from hf_lowbit.compress.refine.calls import forward
 from hf_lowbit.compress.refine.whole import loss, refine_globally
-from tests.compress.refine.architectures import make
+from tests.compress.refine.architectures import Case, llama, make
 from tests.compress.refine.test_blocks import outputs, same, state
 
 
@@ -82,13 +83,31 @@ def test_a_dense_model_is_refused():
         refine_globally(case.dense, case.dense, case.batches, case.held_out)
 
 
+def test_a_low_bit_table_that_is_tied_to_the_head_is_tuned_once():
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(llama(tie_word_embeddings=True).eval())
+    model = lb.quantize(models[0], lb.LowBitConfig(modules={"re:.*": lb.Scheme(3, 16, None, "float")}))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    case = Case(model, models[1], make("llama").batches, make("llama").batches)
+    result = refine_globally(case.model, case.dense, case.batches, case.held_out, steps=8, learning_rate=5e-3)
+    assert result.after == distance(case) < result.before
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_model_in_training_is_refused():
+    case = make("llama")
+    model = lb.quantize(case.dense, lb.DQTConfig(bits=8))
+    with pytest.raises(ValueError, match="is a trainable weight"):
+        refine_globally(model, make("llama").dense, case.batches, case.held_out)
+
+
 def test_smollm2_gains_from_both_stages(smollm2):
     """Two blocks of the real model, on a calibration novel: held-out error falls a good part."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import hf_lowbit as lb
     from benchmarks.perplexity import novel, windows
-    from tests.compress.refine.architectures import Case
 
     def load():
         return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16, num_hidden_layers=2)
