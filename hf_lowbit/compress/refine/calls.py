@@ -38,7 +38,7 @@ class Call:
         """Call `run` with these arguments, on `hidden` where it is given."""
         hidden = self.hidden if hidden is None else hidden
         if "hidden_states" in self.kwargs:
-            return first(run(**{**self.kwargs, "hidden_states": hidden}))
+            return first(run(*self.args, **{**self.kwargs, "hidden_states": hidden}))
         return first(run(hidden, *self.args, **self.kwargs))
 
 
@@ -60,8 +60,8 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return found
 
 
-def record(model: nn.Module, blocks: nn.ModuleList, batches: list[Batch]) -> list[list[Call]]:
-    """The calls of each block in a forward pass of each batch: [block][batch].
+def record(model: nn.Module, blocks: nn.ModuleList, batches: list[Batch], entry: int = 0) -> list[list[Call]]:
+    """The calls of each block in a forward pass of each batch: [block][batch]. Block `entry` keeps its inputs.
 
     The list of a block is empty when it is called other than once a pass, without a hidden state, or when it does not
     give the same output again on the same arguments.
@@ -79,11 +79,11 @@ def record(model: nn.Module, blocks: nn.ModuleList, batches: list[Batch]) -> lis
             chained = before is not None and before.shape == hidden.shape and torch.equal(before, hidden)
             last[index] = first(output)
             keep = not calls[index]
-            given = args if "hidden_states" in kwargs else args[1:]
-            call = Call(hidden if keep or not chained else None, last[index] if keep else None, given, dict(kwargs))
-            call.kwargs.update({"hidden_states": None} if "hidden_states" in kwargs else {})
-            call.chained = chained
-            calls[index].append(call)
+            kept = hidden if keep or not chained or index == entry else None
+            named = "hidden_states" in kwargs
+            rest = {**kwargs, "hidden_states": None} if named else kwargs
+            output = last[index] if keep else None
+            calls[index].append(Call(kept, output, args if named else args[1:], rest, chained))
 
         return hook
 

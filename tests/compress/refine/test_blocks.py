@@ -107,25 +107,53 @@ def test_a_recording_repeats_each_block(case):
 
 
 class Draws(nn.Module):
-    """A block whose output is another at each call."""
+    """A block whose output is another at each call where `noise` is not 0."""
 
-    def __init__(self, block):
+    def __init__(self, block, noise=1.0):
         super().__init__()
-        self.block = block
+        self.block, self.noise = block, noise
 
     def forward(self, hidden_states, **kwargs):
-        return self.block(hidden_states, **kwargs) * (1 + torch.rand(()))
+        return self.block(hidden_states, **kwargs) * (1 + self.noise * torch.rand(()))
 
 
-def test_a_block_that_does_not_repeat_itself_is_skipped():
+def test_a_block_that_does_not_repeat_itself_is_skipped_and_the_next_is_not():
     case = make("llama")
     for model in (case.model, case.dense):
-        model.model.layers = nn.ModuleList([Draws(block) for block in model.model.layers])
+        first, second = model.model.layers
+        model.model.layers = nn.ModuleList([Draws(first), Draws(second, noise=0.0)])
     before = state(case.model)
-    results = refine_blocks(case.model, case.dense, case.batches, case.held_out, steps=2)
-    assert len(results) == 2
-    assert all("repeat" in result.reason for result in results)
-    assert same(before, state(case.model))
+    skipped, refined = refine_blocks(case.model, case.dense, case.batches, case.held_out, steps=8)
+    assert "repeat" in skipped.reason
+    assert refined.reason is None
+    assert refined.kept
+    changed = {name for name, tensor in state(case.model).items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert all(name.startswith("model.layers.1.") for name in changed)
+
+
+class Apart(nn.Module):
+    """A model whose blocks do not hand over to each other: something is added in between."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        hook = self.model.model.layers[0].register_forward_hook(lambda module, args, output: output + 0.1)
+        inner = [self.model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 1.1, *args[1:]))]
+        try:
+            return self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        finally:
+            for handle in (hook, *inner):
+                handle.remove()
+
+
+def test_blocks_with_something_in_between_are_recorded_again():
+    case = make("llama")
+    results = refine_blocks(Apart(case.model), Apart(case.dense), case.batches, case.held_out, steps=8)
+    assert [result.reason for result in results] == [None, None]
+    assert any(result.kept for result in results)
 
 
 def test_a_model_without_blocks_is_skipped_with_a_sentence(warnings_told):
