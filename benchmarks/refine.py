@@ -30,6 +30,8 @@ from scripts.fetch_assets import ASSETS, locate
 
 BITS = (4, 3, 2)
 GROUP = 64
+# at this width the two kinds of targets of the block stage are compared
+COMPARED = 3
 # calibration: batches of ROWS windows of TOKENS tokens
 TOKENS, ROWS, TRAINING, HELD_OUT = 512, 2, 8, 2
 BLOCK_STEPS, GLOBAL_STEPS = 16, 24
@@ -76,6 +78,15 @@ def measure_stages(bits: int, load, dense, record: Record, tuning: list, held_ou
         record.add(f"{bits}/g{GROUP}/{stage}", {**row, **extra})
 
 
+def compare_targets(bits: int, load, dense, record: Record, tuning: list, held_out: list, text) -> None:
+    """The block stage with targets made from the low-bit model's own states, beside the row "blocks"."""
+    model = lb.quantize(load(), lb.LowBitConfig(bits=bits, group_size=GROUP, activations="float"))
+    refine_blocks(model, dense, tuning, held_out, steps=BLOCK_STEPS, targets="quantized")
+    row = measure(model, text, record.rows["dense"])
+    share = won(record.rows[f"{bits}/g{GROUP}/rtn"], row, record.rows["dense"])
+    record.add(f"{bits}/g{GROUP}/blocks-quantized", {**row, "won": share})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--restart", action="store_true", help="throw the measured rows away")
@@ -113,6 +124,10 @@ def main() -> None:
         if time.monotonic() > deadline:
             break
         measure_stages(bits, load, dense, record, tuning, held_out, text)
+    compared = f"{COMPARED}/g{GROUP}"
+    ready = f"{compared}/rtn" in record.rows and f"{compared}/blocks-quantized" not in record.rows
+    if ready and time.monotonic() < deadline:
+        compare_targets(COMPARED, load, dense, record, tuning, held_out, text)
 
 
 if __name__ == "__main__":
