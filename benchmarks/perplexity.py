@@ -22,6 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_lowbit.compress.evaluate import nll_sum
+from hf_lowbit.compress.evaluate import perplexity as perplexity_of
+
 
 AUSTEN = Path(__file__).resolve().parents[1] / "tests" / "data" / "austen"
 
@@ -52,16 +55,11 @@ def window_nlls(model, batch: Tensor) -> Iterator[float]:
     model.eval()
     for window in batch.to(model.device):
         logits = model(input_ids=window[None], use_cache=False).logits[0, :-1]
-        # in slices: a float32 copy of all logits of a large vocabulary would be the largest tensor of the run
-        parts = zip(logits.split(256), window[1:].split(256), strict=True)
-        total = sum(torch.nn.functional.cross_entropy(part.float(), target, reduction="sum") for part, target in parts)
-        yield float(total) / (len(window) - 1)
+        yield float(nll_sum(logits, window[1:])) / (len(window) - 1)
 
 
 def perplexity(nlls: list[float]) -> float:
-    # a broken model overflows exp(); infinity says it as well
-    mean = statistics.fmean(nlls)
-    return math.exp(mean) if mean < 700 else math.inf
+    return perplexity_of(statistics.fmean(nlls))
 
 
 def student_quantile(degrees: int, probability: float = 0.975) -> float:
