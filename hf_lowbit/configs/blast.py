@@ -154,6 +154,8 @@ class BlastConfig(LowBitConfig):
             if value is not None:
                 raise NotImplementedError(f"`{field}`={value!r} is not available yet; leave it None.")
         super().__init__(modules_to_not_convert=modules_to_not_convert, dequantize=dequantize, **kwargs)
+        # float blocks, and nothing else low-bit
+        self.bits = self.rest = None
         self.sparsity = check_sparsity(sparsity)
         self.block_size = check_block_size(block_size)
         self.targets = _read_targets(targets)
@@ -198,12 +200,7 @@ class BlastConfig(LowBitConfig):
         requested = getattr(self, "requested", None)
         if requested is None or self.dequantize:
             return None
-        asked = requested.get("sparse")
-        if asked is None:
-            return (
-                "the checkpoint is block-sparse, and can't be made low-bit while it is loaded. Load it without "
-                "`quantization_config`, or dense with BlastConfig(dequantize=True)."
-            )
+        asked = requested["sparse"]
         for name, layout in self.layouts.items():
             if list(layout.block) != asked["block_size"] and not asked["overrides"]:
                 return (

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..configs.blast import BlastConfig, BlockLayout
-from ..configs.lowbit import FORMAT_VERSION
+from ..configs.blast import BlastConfig, BlockLayout, kept_blocks
+from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
 from ..functional.block_masks import best_blocks, block_scores
-from ..configs.blast import kept_blocks
 from ..nn.block_sparse import BlockModule, block_tensors
 from ..nn.masked import MaskedModule
 from ..nn.names import first_match
@@ -99,10 +98,6 @@ class BlastQuantizer(LowBitQuantizer):
         for found in find_sparse_targets(model, self.quantization_config):
             become_masked(found.target.module, found.target.kind, found.layout, found.sparsity)
 
-    def attach_sparse(self, model: nn.Module) -> None:
-        """Give a model that was converted in memory what `from_pretrained` leaves on one."""
-        self.attach(model, [])
-
     def record(self, model) -> None:
         """Write which layers are sparse, in which blocks, and what of them is stored: this is what gets saved."""
         self.quantization_config.layouts = {name: current_layout(module) for name, module in sparse_modules(model)}
@@ -138,6 +133,12 @@ class BlastQuantizer(LowBitQuantizer):
     def is_qat_trainable(self) -> bool:
         # a layer that nothing prunes raises in its first training forward; live blocks train like any weight
         return True
+
+
+def quantizer_for(quantization_config: LowBitConfig, **kwargs) -> LowBitQuantizer:
+    """The quantizer of a config of ours, for transformers and for `hf_lowbit.quantize`."""
+    cls = LowBitQuantizer if quantization_config.sparse is None else BlastQuantizer
+    return cls(quantization_config, **kwargs)
 
 
 def prune_once(module: MaskedModule) -> None:
@@ -210,6 +211,29 @@ def check_blocks(model: nn.Module) -> None:
         if bool((columns.diff(dim=-1) <= 0).any()):
             problems.append(f"`{name}` has block columns that do not ascend within a row")
     _raise("the checkpoint holds damaged numbers", problems)
+
+
+def prune_further(model: nn.Module, config: BlastConfig) -> None:
+    """Let the sparse layers of a model be pruned to the targets of `config`. Raises ValueError for other blocks."""
+    targets = {}
+    for name, module in sparse_modules(model):
+        own = config.overrides.get(first_match(config.overrides, name), {})
+        block = tuple(own.get("block_size", config.block_size))
+        if block != module.layout.block:
+            raise ValueError(
+                f"`block_size`={block} for `{name}`, which has blocks of {module.layout.block}: call "
+                "`model.dequantize()` first, or use its blocks."
+            )
+        targets[name] = own.get("sparsity", config.sparsity)
+    for name, module in list(sparse_modules(model)):
+        if isinstance(module, BlockModule):
+            unpack_blocks(module, targets[name], config.balance)
+        module.target = targets[name]
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, BlastQuantizer):
+        quantizer.quantization_config = _continued(quantizer.quantization_config, config.sparse)
+        quantizer.record(model)
+        quantizer.postprocess_config(model)
 
 
 def _continued(config: BlastConfig, asked: dict) -> BlastConfig:
