@@ -13,8 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..configs.blast import BlockLayout
 from ..functional.block_masks import mask_of
-from ..functional.blocks import block_linear
-from .masked import scatter
+from .masked import scatter, sparse_product
 
 
 SUFFIXES = ("", "_col_indices", "_row_pointers")
@@ -26,12 +25,11 @@ class BlockModule(nn.Module):
     layout: BlockLayout
 
     def _product(self, x: Tensor) -> Tensor:
-        parameters, layout = self._parameters, self.layout
-        y = block_linear(
-            x, parameters["weight"], parameters["weight_col_indices"], parameters["bias"], layout.in_features,
-            parameters.get("weight_row_pointers"),
+        parameters = self._parameters
+        return sparse_product(
+            x, parameters["weight"], parameters["weight_col_indices"], parameters.get("weight_row_pointers"),
+            parameters["bias"], self.layout,
         )  # fmt: skip
-        return y if y.shape[-1] == layout.out_features else y[..., : layout.out_features]
 
     @property
     def mask(self) -> Tensor:

@@ -74,6 +74,16 @@ def scatter(
     return dense.transpose(1, 2).flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]].contiguous()
 
 
+def sparse_product(
+    x: Tensor, values: Tensor, columns: Tensor, pointers: Tensor | None, bias: Tensor | None, layout: BlockLayout
+) -> Tensor:
+    """x [..., K] -> [..., N] on live blocks; what blocks reach over the edge is cut off."""
+    if layout.out_features % layout.block[0] == 0:
+        return block_linear(x, values, columns, bias, layout.in_features, pointers)
+    y = block_linear(x, values, columns, None, layout.in_features, pointers)[..., : layout.out_features]
+    return y if bias is None else y + bias.to(y.dtype)
+
+
 class MaskedModule(nn.Module):
     """Mixin of the layers that are being pruned; `layout` says how, `mask` what lives, `target` how sparse in the end.
 
@@ -140,10 +150,7 @@ class MaskedModule(nn.Module):
             self.input_squares = squares if self.input_squares is None else self.input_squares + squares
         if self.sparse_compute and not self.wants_dense_gradient:
             columns, pointers = self.live_columns()
-            values = LiveBlocks.apply(weight, self)
-            return block_linear(x, values, columns, bias, self.layout.in_features, pointers)[
-                ..., : self.layout.out_features
-            ]
+            return sparse_product(x, LiveBlocks.apply(weight, self), columns, pointers, bias, self.layout)
         return F.linear(x, LiveGradient.apply(weight, self), bias)
 
     def _apply(self, fn, recurse=True):

@@ -7,6 +7,7 @@ layers be pruned further.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,6 +57,10 @@ class BlastQuantizer(LowBitQuantizer):
                 if layout.form == "blocks":
                     become_empty_blocks(target.module, target.kind, layout)
                 else:
+                    # stored with its number of live blocks; how they are balanced is the config's
+                    balance = self.quantization_config.balance
+                    whole = layout.grid[1] if balance == "row" else layout.blocks
+                    layout = replace(layout, balance=balance, live=whole)
                     become_masked(target.module, target.kind, layout, self._target_sparsity(target.name))
         else:
             self.arm(model)
