@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..configs.scheme import Scheme
+from ..functional.block_dispatch import explain_blocks
 from ..functional.dispatch import Problem, choose
 from ..nn.block_sparse import BlockModule
 from ..nn.masked import MaskedModule
@@ -152,7 +153,8 @@ def _sparse_row(full: str, module: BlockModule | MaskedModule, dtype: torch.dtyp
     sparsity = module.measured_sparsity
     reason = f"{sparsity:.1%} of {rows}x{columns} blocks dead"
     if isinstance(module, BlockModule):
-        size, kernel = module.stored_bytes(), "block_linear"
+        size, (kernel, why) = module.stored_bytes(), explain_blocks(module.problem(1, dtype))[-1]
+        reason += f"; {why}"
     else:
         size, kernel = weight.numel() * weight.element_size(), "dense"
         reason += f", being pruned to {module.target:.1%}; stored dense until `BlastCallback` packs it"

@@ -1,7 +1,7 @@
 """Which code runs a product with live blocks, and why: a kernel, or torch operation by operation (`blocks.py`).
 
-Choosing is as for the update of direct training: the first kernel in order of rank that accepts, none where all refuse.
-A forced kernel (`dispatch.use_kernel`) is taken alone; "reference" is torch.
+The first kernel in order of rank that accepts runs, torch where all refuse. A forced kernel (`dispatch.use_kernel`) is
+taken alone; "reference" is torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .dispatch import forced_kernel
 
 
 class BlockProblem(NamedTuple):
-    """What a kernel may look at to accept or refuse; hashable. `rows` is M, `block_rows` NB, a block [height, width]."""
+    """What a kernel may look at to accept or refuse; hashable. `rows` is M, `block_rows` NB."""
 
     height: int
     width: int
@@ -64,11 +64,15 @@ def choose_blocks(problem: BlockProblem) -> BlockKernel | None:
 
 
 def explain_blocks(problem: BlockProblem) -> list[tuple[str, str]]:
-    """(kernel, why not) in the order they are tried; the reason is empty for the one that runs. Ends with torch, where
-    no kernel does."""
-    reasons = []
+    """(kernel, reason) in the order they are tried: why not, and for the last one, which runs, why."""
+    runs = choose_blocks(problem)
+    tried = []
     for kernel in _kernels:
-        reasons.append((kernel.name, kernel.refuse(problem) or ""))
-        if not reasons[-1][1]:
-            return reasons
-    return [*reasons, ("torch", "")]
+        if kernel is runs:
+            break
+        tried.append((kernel.name, kernel.refuse(problem) or "another kernel is forced"))
+    why = f"{problem.dtype} blocks of {problem.height}x{problem.width}".replace("torch.", "")
+    if runs is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in tried)
+        return [*tried, ("torch", f"{why} by torch, operation by operation ({reasons})")]
+    return [*tried, (runs.name, why)]

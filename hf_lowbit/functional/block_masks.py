@@ -38,7 +38,9 @@ def block_view(dense: Tensor, block: tuple[int, int]) -> Tensor:
     return dense.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
 
 
-def block_scores(dense: Tensor, block: tuple[int, int], score: str = "fro", mean_square: Tensor | None = None) -> Tensor:
+def block_scores(
+    dense: Tensor, block: tuple[int, int], score: str = "fro", mean_square: Tensor | None = None
+) -> Tensor:
     """Scores float32 [NB, KB] of the blocks of `dense` [N, K]; "act" needs `mean_square` [K], the E[x_k^2]."""
     values = dense.detach().to(torch.float32)
     if score == "l1":

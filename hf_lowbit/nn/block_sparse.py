@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..configs.blast import BlockLayout
+from ..functional.block_dispatch import BlockProblem
 from ..functional.block_masks import mask_of
 from .masked import scatter, sparse_product
 
@@ -42,6 +43,13 @@ class BlockModule(nn.Module):
     def measured_sparsity(self) -> float:
         """Share of dead blocks."""
         return self.layout.sparsity
+
+    def problem(self, rows: int, dtype: torch.dtype) -> BlockProblem:
+        """The product the layer's weight takes part in, for `rows` tokens of `dtype`."""
+        layout = self.layout
+        return BlockProblem(
+            *layout.block, layout.grid[0], layout.in_features, rows, dtype, self._parameters["weight"].device.type
+        )
 
     def stored_bytes(self) -> int:
         """Bytes of values and indices."""
