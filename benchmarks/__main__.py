@@ -10,7 +10,18 @@ from pathlib import Path
 
 
 FOLDER = Path(__file__).parent
-NAMES = ("experts", "generate", "linear", "quality", "clip", "refine", "direct_training", "training_memory", "gpu")
+NAMES = (
+    "blocks",
+    "experts",
+    "generate",
+    "linear",
+    "quality",
+    "clip",
+    "refine",
+    "direct_training",
+    "training_memory",
+    "gpu",
+)
 
 
 def run(names: list[str]) -> int:

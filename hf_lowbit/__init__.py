@@ -14,19 +14,22 @@ import _hf_lowbit_autoload
 if TYPE_CHECKING:
     from .compress.inspect import inspect
     from .compress.report import report
-    from .configs import DQTConfig, LowBitConfig, Scheme
+    from .configs import BlastConfig, DQTConfig, LowBitConfig, Scheme
     from .hub import push_to_hub
     from .nn.codes import codes
     from .quantizers.freeze import freeze
     from .quantizers.memory import quantize
     from .quantizers.merging import merge_as
     from .quantizers.prepare import prepare_model_for_lowbit_training
+    from .sparsity.callback import BlastCallback
     from .training.callback import DQTCallback
     from .training.optimizer import DQTOptimizer
 
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlastCallback",
+    "BlastConfig",
     "DQTCallback",
     "DQTConfig",
     "DQTOptimizer",
@@ -44,6 +47,8 @@ __all__ = [
 
 # where each public name lives
 _HOMES = {
+    "BlastCallback": "sparsity.callback",
+    "BlastConfig": "configs",
     "DQTCallback": "training.callback",
     "DQTConfig": "configs",
     "DQTOptimizer": "training.optimizer",

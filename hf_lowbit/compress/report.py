@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 from ..configs.scheme import Scheme
+from ..functional.block_dispatch import explain_blocks
 from ..functional.dispatch import Problem, choose
+from ..nn.block_sparse import BlockModule
+from ..nn.masked import MaskedModule
 from ..nn.names import first_match
 from ..nn.packed import LowBitModule, PackedWeight
 from ..nn.rules import default_reasons, find_reason, hard_reasons, tied_groups
@@ -37,6 +40,8 @@ class ModuleReport:
     bits_per_weight: float
     kernel: str
     reason: str
+    # measured share of dead blocks; None where a weight has no blocks
+    sparsity: float | None = None
 
 
 @dataclass
@@ -73,6 +78,14 @@ class Report:
             f"{share:.1f} % of {self.total_parameters:,} parameters are low-bit, at {self.bits_per_weight:.2f} bits "
             f"per weight; {megabytes(self.total_bytes)} MB in all, {megabytes(self.dense_bytes_16bit)} MB at 16 bits."
         )
+        sparse = [m for m in self.modules if m.sparsity is not None]
+        if sparse:
+            blocked = sum(m.parameters for m in sparse)
+            dead = sum(m.sparsity * m.parameters for m in sparse) / blocked
+            last += (
+                f"\n{100 * blocked / max(self.total_parameters, 1):.1f} % of them are block-sparse, with {dead:.2%} of "
+                f"their blocks dead, in {megabytes(sum(m.bytes for m in sparse))} MB."
+            )
         return f"{render_table(header, rows)}\n{last}"
 
 
@@ -88,12 +101,16 @@ def report(model: nn.Module) -> Report:
     for name, module in model.named_modules():
         lowbit = module.lowbit if isinstance(module, LowBitModule) else {}
         companions = set(module.companions()) if lowbit else set()
+        if isinstance(module, (BlockModule, MaskedModule)):
+            companions = {"weight_col_indices", "weight_row_pointers"}
         for parameter, tensor in module.named_parameters(recurse=False):
             if id(tensor) in seen or parameter in companions:
                 continue
             seen.add(id(tensor))
             full = f"{name}.{parameter}" if name else parameter
-            if parameter in lowbit:
+            if parameter == "weight" and isinstance(module, (BlockModule, MaskedModule)):
+                modules.append(_sparse_row(full, module, dtype))
+            elif parameter in lowbit:
                 modules.append(_lowbit_row(full, module, parameter, lowbit[parameter], dtype))
             else:
                 size = tensor.numel() * tensor.element_size()
@@ -127,6 +144,22 @@ def _lowbit_row(
             reason = f"trained directly; evaluated so: {reason}"
     return ModuleReport(full, type(module).__name__, packed.shape, packed.scheme, packed.parameters, size,
                         8 * size / max(packed.parameters, 1), kernel, reason)  # fmt: skip
+
+
+def _sparse_row(full: str, module: BlockModule | MaskedModule, dtype: torch.dtype) -> ModuleReport:
+    layout, weight = module.layout, module._parameters["weight"]
+    parameters = layout.shape[0] * layout.shape[1]
+    rows, columns = layout.block
+    sparsity = module.measured_sparsity
+    reason = f"{sparsity:.1%} of {rows}x{columns} blocks dead"
+    if isinstance(module, BlockModule):
+        size, (kernel, why) = module.stored_bytes(), explain_blocks(module.problem(1, dtype))[-1]
+        reason += f"; {why}"
+    else:
+        size, kernel = weight.numel() * weight.element_size(), "dense"
+        reason += f", being pruned to {module.target:.1%}; stored dense until `BlastCallback` packs it"
+    return ModuleReport(full, type(module).__name__, layout.shape, None, parameters, size,
+                        8 * size / max(parameters, 1), kernel, reason, sparsity)  # fmt: skip
 
 
 def problem_for(module: LowBitModule, parameter: str, packed: PackedWeight, rows: int, dtype: torch.dtype) -> Problem:

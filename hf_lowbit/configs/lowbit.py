@@ -56,6 +56,8 @@ class LowBitConfig(QuantizationConfigMixin):
     kinds: tuple[str, ...] | None = None
     # how the codes are trained (see DQTConfig); None: they are not
     training: dict[str, Any] | None = None
+    # which blocks of which weights exist (see BlastConfig); None: all do
+    sparse: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -109,6 +111,8 @@ class LowBitConfig(QuantizationConfigMixin):
         if config_dict.get("training") is not None and cls is LowBitConfig:
             # one kind of checkpoint: the section says which of our configs it was written from
             from .dqt import DQTConfig as cls
+        if config_dict.get("sparse") is not None and cls is LowBitConfig:
+            from .blast import BlastConfig as cls
         own = {name: value for name, value in kwargs.items() if name in cls.fields}
         config = cls(**{**config_dict, **own})
         unused = {name: value for name, value in kwargs.items() if name not in cls.fields}

@@ -78,37 +78,4 @@ INLINE int64_t amx_ahead(const struct amx_job *job, int64_t chunk, int64_t bytes
     return rows * job->c->p->row_bytes + (i - chunk) * bytes;
 }
 
-/* what a job needs beside its scratch; `codes`: of a row of W in a unit */
-static struct amx_job amx_plan(const struct lowbit_call *c, int64_t codes) {
-    const struct lowbit_problem *p = c->p;
-    struct amx_job job = {.c = c, .step = 16, .failed = 0};
-    job.units = (p->columns + codes - 1) / codes;
-    job.whole_units = p->columns / codes;
-    job.chunks = (job.units + CHUNK_UNITS - 1) / CHUNK_UNITS;
-    job.tiles = (c->m + TILE_ROWS - 1) / TILE_ROWS;
-    /* rows of x that stay in a core's cache beside a panel */
-    int64_t tiles = 1024 * 1024 / (job.units * 64 * TILE_ROWS);
-    job.tiles_a_block = tiles < 8 ? 8 : tiles / 2 * 2;
-    job.x = scratch(job.tiles * job.units * 64 * TILE_ROWS);
-    job.t = scratch(job.tiles * TILE_ROWS * 4);
-    job.group_of = scratch((p->columns + 63) / 64 * 2 * 4);
-    job.failed = !job.x || !job.t || !job.group_of;
-    int64_t group = 0, left = p->group;
-    if (!job.failed) for (int64_t i = 0; i < (p->columns + 63) / 64 * 2; i++) {
-        job.group_of[i] = (int32_t)min64(group, p->groups - 1);
-        if (p->grouped && (left -= 32) <= 0) { group++; left = p->group; }
-    }
-    return job;
-}
-
-static int amx_run(struct amx_job *job, range_function prepare, range_function multiply) {
-    if (!job->failed) parallel_for(prepare, job, job->tiles, 1, job->c->threads);
-    if (!job->failed) parallel_for(multiply, job, job->c->p->rows, PASS_ROWS, job->c->threads);
-    free(job->x);
-    free(job->sums);
-    free(job->t);
-    free(job->group_of);
-    return job->failed ? -1 : 0;
-}
-
 #endif

@@ -112,10 +112,11 @@ def width_tags(bits: list[int | str]) -> list[str]:
 
 
 def is_lowbit(model: Any) -> bool:
-    """Whether `model` is a transformers model whose quantizer is ours."""
+    """Whether `model` is a transformers model that is low-bit by us; block-sparse ones have no card of ours."""
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
-    return method == QUANT_METHOD
+    sparse = config.get("sparse") if isinstance(config, Mapping) else getattr(config, "sparse", None)
+    return method == QUANT_METHOD and sparse is None
 
 
 def _measure(model_or_dir: Any, report: Any) -> facts.Facts:

@@ -105,6 +105,10 @@ def from_checkpoint(folder: str | Path) -> Facts:
             f"{QUANT_METHOD!r}. Compress the model first, then save it with save_pretrained."
         )
     quantization = LowBitConfig.from_dict(stored)
+    if quantization.sparse is not None:
+        raise ValueError(
+            f"`{folder.name}` is block-sparse, for which there is no card yet; push it with `model.push_to_hub`."
+        )
     sizes, rows = tensor_sizes(folder), []
     for name, shape in quantization.shapes.items():
         # experts are listed by their parameter, everything else by the module that owns `weight`

@@ -14,9 +14,11 @@ from functools import cache
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .block_sparse import BlockSparseConv1D, BlockSparseLinear
 from .embedding import LowBitEmbedding, LowBitScaledEmbedding
 from .experts import LowBitExperts, stack_property
 from .linear import LowBitConv1D, LowBitLinear
+from .masked import MaskedConv1D, MaskedLinear
 from .packed import LowBitModule
 from .reads import is_plain_product, only_scales
 from .trainable import TrainableConv1D, TrainableLinear
@@ -24,7 +26,9 @@ from .trainable import TrainableConv1D, TrainableLinear
 
 KINDS = {"linear": (nn.Linear, LowBitLinear), "conv1d": (Conv1D, LowBitConv1D),
          "embedding": (nn.Embedding, LowBitEmbedding), "trainable-linear": (nn.Linear, TrainableLinear),
-         "trainable-conv1d": (Conv1D, TrainableConv1D)}  # fmt: skip
+         "trainable-conv1d": (Conv1D, TrainableConv1D), "masked-linear": (nn.Linear, MaskedLinear),
+         "masked-conv1d": (Conv1D, MaskedConv1D), "block-linear": (nn.Linear, BlockSparseLinear),
+         "block-conv1d": (Conv1D, BlockSparseConv1D)}  # fmt: skip
 
 
 @cache
@@ -48,7 +52,7 @@ def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...]) -> type:
     return type(f"LowBit{dense_class.__name__}", bases, body)
 
 
-def kind_of(module: LowBitModule) -> str:
+def kind_of(module: nn.Module) -> str:
     """The kind a low-bit module was converted as: a key of `KINDS`, or "experts"."""
     made_from = getattr(type(module), "_made_from", None)
     if made_from is not None:
@@ -56,7 +60,7 @@ def kind_of(module: LowBitModule) -> str:
     return next(kind for kind, (_, lowbit) in KINDS.items() if type(module) is lowbit)
 
 
-def dense_class(module: LowBitModule) -> type:
+def dense_class(module: nn.Module) -> type:
     """The class a low-bit module had before it was converted."""
     made_from = getattr(type(module), "_made_from", None)
     if made_from is not None:

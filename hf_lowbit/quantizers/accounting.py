@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..nn.arming import trainable_modules
+from ..nn.block_sparse import SUFFIXES, BlockModule
 from ..nn.packed import LowBitModule
 from ..nn.trainable import TrainableModule
 
@@ -49,6 +50,15 @@ def _difference(model: PreTrainedModel, only_trainable: bool, exclude_embeddings
             # its weight has the dense shape already
             scales = [module._parameters[name] for name in module.companions()]
             difference -= sum(t.numel() for t in scales if t.requires_grad or not only_trainable)
+            continue
+        if isinstance(module, BlockModule):
+            stored = [module._parameters.get("weight" + suffix) for suffix in SUFFIXES]
+            counted = [t for t in stored if t is not None and (t.requires_grad or not only_trainable)]
+            # of what trains, the live weights
+            logical = module.layout.shape[0] * module.layout.shape[1]
+            difference += (sum(t.numel() for t in counted[:1]) if only_trainable else logical) - sum(
+                t.numel() for t in counted
+            )
             continue
         if not isinstance(module, LowBitModule) or only_trainable:
             # packed weights without a slot take no gradient, so the plain count left them out

@@ -6,6 +6,8 @@ from __future__ import annotations
 from torch import nn
 
 from ..nn.arming import disarm, trainable_modules
+from ..nn.masked import MaskedModule
+from ..nn.sparsify import masked_modules, pack_blocks
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -16,6 +18,8 @@ def freeze(model: nn.Module) -> nn.Module:
     they are. The result is what `LowBitConfig` makes: it saves, loads, exports and dequantizes like any low-bit
     model, and can be made trainable again with `hf_lowbit.quantize(model, DQTConfig(...))`.
 
+    Of a model that is being pruned (`BlastConfig`) the live blocks are kept, and the zeros go.
+
     Args:
         model: a model with trainable low-bit weights; not one wrapped for several processes or compiled.
 
@@ -24,6 +28,9 @@ def freeze(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch module, got {type(model).__name__}.")
+    masked = dict(masked_modules(model))
+    if masked:
+        return _freeze_masks(model, masked)
     if next(trainable_modules(model), None) is None:
         raise ValueError(
             f"{type(model).__name__} has no trainable low-bit weight to freeze; `hf_lowbit.report(model)` lists what "
@@ -36,4 +43,20 @@ def freeze(model: nn.Module) -> nn.Module:
         quantizer.record(model)
         quantizer.postprocess_config(model)
         quantizer.tag(model)
+    return model
+
+
+def _freeze_masks(model: nn.Module, masked: dict[str, MaskedModule]) -> nn.Module:
+    """Keep live blocks only."""
+    dense = [name for name, module in masked.items() if module.target > 0 and bool(module.mask.all())]
+    if dense:
+        raise ValueError(
+            f"no block of `{dense[0]}` has been pruned: there is nothing to freeze. Train with "
+            "`Trainer(callbacks=[hf_lowbit.BlastCallback()])`, which packs the model when it is done."
+        )
+    for module in masked.values():
+        pack_blocks(module)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.record(model)
     return model

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 from torch import nn
 
+from ..configs.blast import BlastConfig
 from ..configs.dqt import DQTConfig
 from ..configs.lowbit import LowBitConfig
 from ..nn.arming import trainable_modules
 from ..nn.packed import LowBitModule
+from ..nn.sparsify import masked_modules, sparse_modules
 from ..nn.swap import convert, flatten_head
 from ..nn.targets import find_targets
 from .quantizer import LowBitQuantizer
+from .sparse import BlastQuantizer, prune_further, prune_once
 from .transitions import settle
 
 
@@ -39,6 +42,8 @@ def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
         config = LowBitConfig.from_dict(dict(config))
     if not isinstance(config, LowBitConfig):
         raise TypeError(f"`config` must be a LowBitConfig or a dict of its fields, got {type(config).__name__}.")
+    if config.sparse is not None:
+        return _sparsify(model, config)
     if any(isinstance(module, LowBitModule) for module in model.modules()):
         if isinstance(config, DQTConfig):
             return _continue(model, config)
@@ -57,6 +62,32 @@ def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
     flatten_head(model)
     quantizer.make_trainable(model)
     quantizer.attach(model, targets)
+    return model
+
+
+def _sparsify(model: nn.Module, config: BlastConfig) -> nn.Module:
+    """Let the layers of a dense or block-sparse model be pruned (further)."""
+    if any(isinstance(module, LowBitModule) for module in model.modules()):
+        raise ValueError("the model is low-bit: blocks of codes can't be pruned. Call `model.dequantize()` first.")
+    if config.dequantize:
+        raise ValueError("`dequantize`=True is for loading; call `model.dequantize()`.")
+    if next(sparse_modules(model), None) is not None:
+        prune_further(model, config)
+        return model
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"the model is already quantized by {model.hf_quantizer.quantization_config.quant_method}; "
+            "load it dense first."
+        )
+    missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if missing:
+        raise ValueError(f"`{missing[0]}` is on the meta device: load or initialize the weights first.")
+    quantizer = BlastQuantizer(config, pre_quantized=False)
+    quantizer.arm(model)
+    if config.one_shot:
+        for _, module in masked_modules(model):
+            prune_once(module)
+    quantizer.attach(model, [])
     return model
 
 

@@ -65,6 +65,8 @@ def _wrap_create(create):
     @functools.wraps(create)
     def create_and_replace(self, config, adapter_name, target, target_name, parent, *args, **kwargs):
         base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
+        if is_sparse(base):
+            return _create_over_blocks(create, self, config, adapter_name, target, target_name, parent, args, kwargs)
         if not is_lowbit(base):
             return create(self, config, adapter_name, target, target_name, parent, *args, **kwargs)
         from ..nn.original import dense_form
@@ -81,6 +83,24 @@ def _wrap_create(create):
         return made
 
     return create_and_replace
+
+
+def is_sparse(module) -> bool:
+    """Whether `module` is a block-sparse layer, or one that is being pruned; False, at no cost, without any."""
+    sparsify = sys.modules.get("hf_lowbit.nn.sparsify")
+    return sparsify is not None and isinstance(module, sparsify.SparseModule)
+
+
+def _create_over_blocks(create, self, config, adapter_name, target, target_name, parent, args, kwargs):
+    """Build a LoRA layer over a block-sparse one; its merge is refused (`sparse_adapter`)."""
+    from .sparse_adapter import adapt, refuse_over_blocks
+
+    base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
+    name = kwargs.get("current_key") or (args[0] if args else target_name)
+    refuse_over_blocks(config, base, name, kwargs.get("parameter_name"))
+    made = create(self, config, adapter_name, target, target_name, parent, *args, **kwargs)
+    adapt(getattr(parent, target_name), name)
+    return made
 
 
 def refuse(config, base, name: str, parameter_name: str | None = None) -> None:

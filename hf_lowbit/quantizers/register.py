@@ -7,6 +7,7 @@ imported. The quantizer needs model classes, so until they exist its place is he
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from ..configs.lowbit import QUANT_METHOD, LowBitConfig
 
@@ -26,13 +27,13 @@ def register() -> None:
         auto.AUTO_QUANTIZER_MAPPING.setdefault(QUANT_METHOD, _make_quantizer)
 
 
-def _register_quantizer() -> type:
+def _register_quantizer() -> Callable:
     from transformers.quantizers import auto
 
-    from .quantizer import LowBitQuantizer
+    from .sparse import quantizer_for
 
-    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = LowBitQuantizer
-    return LowBitQuantizer
+    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = quantizer_for
+    return quantizer_for
 
 
 def _make_quantizer(quantization_config: LowBitConfig, **kwargs):

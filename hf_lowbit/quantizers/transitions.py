@@ -5,7 +5,9 @@
 | low-bit | `DQTConfig` of its bits and groups | the codes as they are, trainable |
 | trainable | nothing, or the `DQTConfig` it was written with | trainable, resumed |
 | trainable | `LowBitConfig` of its forward pass | frozen: what `hf_lowbit.freeze` makes |
-| either | `dequantize=True` | dense weights |
+| block-sparse | nothing | live blocks, as they are |
+| block-sparse | `BlastConfig` of its blocks | dense with zeros, to be pruned further |
+| any | `dequantize=True` | dense weights |
 
 Anything else is a conflict, and is refused in a sentence.
 """
@@ -34,6 +36,8 @@ def settle(config: LowBitConfig) -> Settled:
     requested = getattr(config, "requested", None)
     if requested is None or config.dequantize:
         return Settled(config, False)
+    if (requested.get("sparse") is None) != (config.sparse is None):
+        _refuse(_kinds_differ(config))
     training = requested.get("training")
     if config.training is None and training is None:
         _refuse(config.conflict())
@@ -52,6 +56,18 @@ def settle(config: LowBitConfig) -> Settled:
     settled.modules = {name: replace(scheme, activations=activations) for name, scheme in settled.modules.items()}
     settled.requested = requested
     return Settled(settled, False)
+
+
+def _kinds_differ(config: LowBitConfig) -> str:
+    if config.sparse is not None:
+        return (
+            "the checkpoint is block-sparse, and can't be made low-bit while it is loaded. Load it without "
+            "`quantization_config`, or dense with BlastConfig(dequantize=True)."
+        )
+    return (
+        "the checkpoint is low-bit, and blocks of codes can't be pruned. Load it with LowBitConfig(dequantize=True) "
+        "and convert the dense model with hf_lowbit.quantize(model, BlastConfig(...))."
+    )
 
 
 def _difference(config: LowBitConfig, requested: dict, fields: tuple[str, ...]) -> str | None:

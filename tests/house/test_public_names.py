@@ -32,6 +32,8 @@ DESIGNED = {
 }
 # what works today; a name that goes missing is a broken promise, so the list is written down
 PROMISED = {
+    "BlastCallback",
+    "BlastConfig",
     "DQTCallback",
     "DQTConfig",
     "DQTOptimizer",
@@ -49,6 +51,8 @@ PROMISED = {
 
 # the argument names and their order are fixed: users pass them by position and by keyword
 FIRST_PARAMETERS = {
+    "BlastCallback": ["step_size"],
+    "BlastConfig": ["sparsity", "block_size", "targets", "bits", "rest", "modules_to_not_convert"],
     "DQTCallback": ["optimizer", "state_bits", "seed"],
     "DQTConfig": ["bits", "group_size", "forward_bits", "activation_bits", "modules_to_not_convert"],
     "DQTOptimizer": ["params", "lr", "optimizer", "state_bits"],

@@ -48,6 +48,17 @@ class ProblemRecord(ctypes.Structure):
     ]  # fmt: skip
 
 
+class BlocksRecord(ctypes.Structure):
+    """`struct lowbit_blocks` of csrc/blocks.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "type", "block_rows", "height", "width", "live", "in_features", "m", "x_stride", "threads",
+        )),
+        *((name, ctypes.c_void_p) for name in ("x", "values", "columns", "pointers", "y")),
+    ]  # fmt: skip
+
+
 class Loaded(NamedTuple):
     """The library, or the reason for its absence. `linear` is `lowbit_linear` and so on, `features` what the processor
     has."""
@@ -58,6 +69,7 @@ class Loaded(NamedTuple):
     linear: Callable[..., int] | None = None
     rows: Callable[..., int] | None = None
     experts: Callable[..., int] | None = None
+    block_linear: Callable[..., int] | None = None
 
 
 _loaded: Loaded | None = None
@@ -114,7 +126,9 @@ def _open(path: Path) -> Loaded:
     experts.argtypes = (
         [pointer] + [number] * 3 + [pointer, number] + [pointer, number] + [pointer] * 4 + [number, pointer]
     )
-    return Loaded(handle, str(path), handle.lowbit_features(), linear, rows, experts)
+    block_linear = handle.lowbit_block_linear
+    block_linear.argtypes = [pointer, number]
+    return Loaded(handle, str(path), handle.lowbit_features(), linear, rows, experts, block_linear)
 
 
 def _build(reasons: list[str]) -> Path | None:

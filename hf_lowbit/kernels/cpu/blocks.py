@@ -1,0 +1,50 @@
+"""Products with live blocks by the C library (csrc/lowbit_blocks.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...functional.block_dispatch import BlockKernel, BlockProblem, register_blocks
+from . import library
+from .record import TIERS, TYPES, refuse_tier
+
+
+def refuse(name: str, problem: BlockProblem) -> str | None:
+    """Why the tier `name` can't serve, or None."""
+    if problem.device != "cpu":
+        return f"the weight is on {problem.device}"
+    if problem.dtype not in TYPES:
+        return f"no code for {problem.dtype}"
+    if name == "cpu-portable":
+        # an output at a time: batched products of torch are faster
+        return "plain C is slower than torch"
+    return refuse_tier(name)
+
+
+def run(
+    tier: int, x: Tensor, values: Tensor, col_indices: Tensor, row_pointers: Tensor | None, problem: BlockProblem
+) -> Tensor:
+    """As `BlockKernel.run` says. Sums are float32; bits do not depend on the number of threads."""
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        x = x.contiguous()
+    y = x.new_empty(problem.rows, problem.block_rows * problem.height)
+    if not y.numel():
+        return y
+    record = library.BlocksRecord(
+        type=TYPES[problem.dtype], block_rows=problem.block_rows, height=problem.height, width=problem.width,
+        live=0 if row_pointers is not None else values.shape[1], in_features=problem.in_features, m=problem.rows,
+        x_stride=x.stride(0), threads=torch.get_num_threads(), x=x.data_ptr(), values=values.data_ptr(),
+        columns=col_indices.data_ptr(), pointers=None if row_pointers is None else row_pointers.data_ptr(),
+        y=y.data_ptr(),
+    )  # fmt: skip
+    if library.load().block_linear(ctypes.addressof(record), tier):
+        raise MemoryError(f"no memory for the scratch of {problem}.")
+    return y
+
+
+for _name, (_tier, _rank, _) in TIERS.items():
+    register_blocks(BlockKernel(_name, _rank, partial(refuse, _name), partial(run, _tier)))

@@ -1,0 +1,92 @@
+"""Linear layers that hold the live blocks of their weight and nothing else.
+
+`weight` are the values: [NB, L, bn, bk] where every block row has L live blocks, else [nnz, bn, bk];
+`weight_col_indices` int32 [NB, L] or [nnz] are their block columns, ascending within a row, and `weight_row_pointers`
+int32 [NB + 1] says where rows begin in the second case. Values take gradients like any weight; which blocks live stays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..configs.blast import BlockLayout
+from ..functional.block_dispatch import BlockProblem
+from ..functional.block_masks import mask_of
+from .masked import scatter, sparse_product
+
+
+SUFFIXES = ("", "_col_indices", "_row_pointers")
+
+
+class BlockModule(nn.Module):
+    """Mixin of the block-sparse layers; `layout` says what the tensors are."""
+
+    layout: BlockLayout
+
+    def _product(self, x: Tensor) -> Tensor:
+        parameters = self._parameters
+        return sparse_product(
+            x, parameters["weight"], parameters["weight_col_indices"], parameters.get("weight_row_pointers"),
+            parameters["bias"], self.layout,
+        )  # fmt: skip
+
+    @property
+    def mask(self) -> Tensor:
+        """Which blocks live, bool [NB, KB]."""
+        pointers = self._parameters.get("weight_row_pointers")
+        columns = self._parameters["weight_col_indices"].detach()
+        return mask_of(columns, None if pointers is None else pointers.detach(), self.layout.grid)
+
+    @property
+    def measured_sparsity(self) -> float:
+        """Share of dead blocks."""
+        return self.layout.sparsity
+
+    def problem(self, rows: int, dtype: torch.dtype) -> BlockProblem:
+        """The product the layer's weight takes part in, for `rows` tokens of `dtype`."""
+        layout = self.layout
+        return BlockProblem(
+            *layout.block, layout.grid[0], layout.in_features, rows, dtype, self._parameters["weight"].device.type
+        )
+
+    def stored_bytes(self) -> int:
+        """Bytes of values and indices."""
+        tensors = [self._parameters.get("weight" + suffix) for suffix in SUFFIXES]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def dense_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight in the dense shape and orientation, zeros in dead blocks."""
+        values, columns, pointers = (self._parameters.get("weight" + suffix) for suffix in SUFFIXES)
+        shape = self.layout.out_features, self.layout.in_features
+        dense = scatter(values.detach(), columns, pointers, shape, self.layout.block).to(dtype)
+        return dense.t().contiguous() if self.layout.transposed else dense
+
+    def extra_repr(self) -> str:
+        rows, columns = self.layout.block
+        own = f"blocks={rows}x{columns}, sparsity={self.layout.sparsity:.4f}"
+        return ", ".join(part for part in (super().extra_repr(), own) if part)
+
+
+def block_tensors(layout: BlockLayout) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    """Shape and dtype of each stored tensor by suffix; the values have the model's dtype (None)."""
+    if layout.balance == "row":
+        kept = (layout.grid[0], layout.live)
+        return {"": ((*kept, *layout.block), None), "_col_indices": (kept, torch.int32)}
+    return {"": ((layout.live, *layout.block), None), "_col_indices": ((layout.live,), torch.int32),
+            "_row_pointers": ((layout.grid[0] + 1,), torch.int32)}  # fmt: skip
+
+
+class BlockSparseLinear(BlockModule, nn.Linear):
+    """`nn.Linear` with live blocks only. A subclass, since PEFT and transformers look for it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._product(input)
+
+
+class BlockSparseConv1D(BlockModule, Conv1D):
+    """GPT-2's `Conv1D` with live blocks only, stored as a linear layer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x)

@@ -1,0 +1,192 @@
+"""Linear layers whose weight is being pruned in blocks: dense in memory, exactly zero in dead blocks.
+
+The mask never enters the forward product: dead blocks hold zeros, which whoever trains the layer writes back after each
+step of the optimizer (`sparsity/pruner.py`). In the backward pass the gradient of dead blocks is zeroed before it
+is accumulated, so that neither clipping nor moments see it; a step at which blocks may grow keeps a dense copy of it
+first. Once few enough blocks live, the product and both gradients run on the live blocks alone (`sparse_compute`).
+
+Shape legend: W [N, K] in blocks of [bn, bk], mask bool [NB, KB], x [..., K].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..configs.blast import BlockLayout
+from ..functional.block_masks import block_view, clear_dead, columns_of, is_clear, live_mask, mask_of
+from ..functional.blocks import block_linear, gather_blocks, scatter_blocks
+
+
+class LiveGradient(torch.autograd.Function):
+    """The weight [N, K] as it is; backward keeps the gradient of live blocks only."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, module: MaskedModule) -> Tensor:
+        ctx.module = module
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        module = ctx.module
+        if module.wants_dense_gradient:
+            seen = module.dense_gradient
+            module.dense_gradient = gradient.detach() if seen is None else seen + gradient.detach()
+        return clear_dead(gradient, module.mask, module.layout.block), None
+
+
+class LiveBlocks(torch.autograd.Function):
+    """The values of the live blocks of a weight [N, K]; backward puts their gradients back in place."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, module: MaskedModule) -> Tensor:
+        columns, pointers = module.live_columns()
+        ctx.module, ctx.mask, ctx.shape = module, module.mask, tuple(weight.shape)
+        return gather(weight, columns, pointers, module.layout.block)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        columns, pointers = columns_of(ctx.mask)
+        return scatter(gradient, columns, pointers, ctx.shape, ctx.module.layout.block), None
+
+
+def gather(dense: Tensor, columns: Tensor, pointers: Tensor | None, block: tuple[int, int]) -> Tensor:
+    """Live blocks of `dense` [N, K]: [NB, L, bn, bk], or [nnz, bn, bk] with row pointers."""
+    if pointers is None:
+        return gather_blocks(dense, columns, block)
+    view = block_view(dense, block)
+    rows = torch.arange(view.shape[0], device=dense.device).repeat_interleave(pointers.diff().long())
+    return view.transpose(1, 2)[rows, columns.long()]
+
+
+def scatter(
+    values: Tensor, columns: Tensor, pointers: Tensor | None, shape: tuple[int, int], block: tuple[int, int]
+) -> Tensor:
+    """The reverse of `gather`: dense [N, K] with zeros elsewhere."""
+    if pointers is None:
+        return scatter_blocks(values, columns, shape)
+    grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+    rows = torch.arange(grid[0], device=values.device).repeat_interleave(pointers.diff().long())
+    dense = values.new_zeros(*grid, *block)
+    dense[rows, columns.long()] = values
+    return dense.transpose(1, 2).flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]].contiguous()
+
+
+def sparse_product(
+    x: Tensor, values: Tensor, columns: Tensor, pointers: Tensor | None, bias: Tensor | None, layout: BlockLayout
+) -> Tensor:
+    """x [..., K] -> [..., N] on live blocks; what blocks reach over the edge is cut off."""
+    if layout.out_features % layout.block[0] == 0:
+        return block_linear(x, values, columns, bias, layout.in_features, pointers)
+    y = block_linear(x, values, columns, None, layout.in_features, pointers)[..., : layout.out_features]
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+class MaskedModule(nn.Module):
+    """Mixin of the layers that are being pruned; `layout` says how, `mask` what lives, `target` how sparse in the end.
+
+    `controlled` is True while something keeps dead blocks at zero; training without is refused.
+    """
+
+    layout: BlockLayout
+    target: float
+    mask: Tensor
+    controlled: bool = False
+    sparse_compute: bool = False
+    wants_dense_gradient: bool = False
+    dense_gradient: Tensor | None = None
+    collects_inputs: bool = False
+    # sum over rows of x^2, float32 [K + 1]; the last one counts the rows
+    input_squares: Tensor | None = None
+    _columns: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def oriented(self) -> Tensor:
+        """The weight as [N, K], a view."""
+        weight = self._parameters["weight"]
+        return weight.t() if self.layout.transposed else weight
+
+    def live_columns(self) -> tuple[Tensor, Tensor | None]:
+        """`columns_of` the mask, kept until the mask is another."""
+        if self._columns is None or self._columns[0] is not self.mask:
+            self._columns = (self.mask, *columns_of(self.mask))
+        return self._columns[1:]
+
+    @property
+    def measured_sparsity(self) -> float:
+        """Share of dead blocks."""
+        return 1 - int(self.mask.sum()) / self.mask.numel()
+
+    def dense_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight in the dense shape and orientation."""
+        return self._parameters["weight"].detach().to(dtype)
+
+    def use_mask(self, mask: Tensor | None = None) -> None:
+        """Take `mask`; None: the blocks that hold anything, or all of them when the weight has never been pruned."""
+        self.mask = live_mask(self.oriented(), self.layout.block) if mask is None else mask
+
+    def mask_holds(self) -> bool:
+        """Whether dead blocks are zero."""
+        return is_clear(self.oriented(), self.mask, self.layout.block)
+
+    def _product(self, x: Tensor) -> Tensor:
+        weight, bias = self.oriented(), self._parameters["bias"]
+        if not (self.training and torch.is_grad_enabled() and weight.requires_grad):
+            return F.linear(x, weight, bias)
+        return self._training_product(x, weight, bias)
+
+    @torch.compiler.disable
+    def _training_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.controlled:
+            raise RuntimeError(
+                "a block-sparse weight is trained, but nothing prunes it: pass `callbacks=[hf_lowbit.BlastCallback()]` "
+                "to the Trainer (in a loop of your own, use `hf_lowbit.sparsity.pruner.BlockPruner`), or freeze the "
+                "weights that are not to be trained."
+            )
+        if self.collects_inputs:
+            rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
+            squares = torch.cat([rows.square().sum(0), rows.new_tensor([float(len(rows))])])
+            self.input_squares = squares if self.input_squares is None else self.input_squares + squares
+        if self.sparse_compute and not self.wants_dense_gradient:
+            columns, pointers = self.live_columns()
+            return sparse_product(x, LiveBlocks.apply(weight, self), columns, pointers, bias, self.layout)
+        return F.linear(x, LiveGradient.apply(weight, self), bias)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        mask = self.__dict__.get("mask")
+        if mask is not None and mask.device != self._parameters["weight"].device:
+            self.mask = mask.to(self._parameters["weight"].device)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        # a file of packed blocks fits too: a Trainer's last save may be one
+        columns = state_dict.get(f"{prefix}weight_col_indices")
+        if columns is not None:
+            values, pointers = state_dict[f"{prefix}weight"], state_dict.get(f"{prefix}weight_row_pointers")
+            shape = self.layout.out_features, self.layout.in_features
+            dense = scatter(values, columns, pointers, shape, self.layout.block)
+            state_dict = {k: v for k, v in state_dict.items() if not k.startswith(f"{prefix}weight")}
+            state_dict[f"{prefix}weight"] = dense.t().contiguous() if self.layout.transposed else dense
+            self.mask = mask_of(columns, pointers, self.layout.grid).to(self._parameters["weight"].device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        rows, columns = self.layout.block
+        own = f"blocks={rows}x{columns}, target={self.target}"
+        return ", ".join(part for part in (super().extra_repr(), own) if part)
+
+
+class MaskedLinear(MaskedModule, nn.Linear):
+    """`nn.Linear` that is being pruned."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._product(input)
+
+
+class MaskedConv1D(MaskedModule, Conv1D):
+    """GPT-2's `Conv1D` that is being pruned; its blocks are those of the transposed weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x)

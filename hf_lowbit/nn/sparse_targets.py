@@ -1,0 +1,141 @@
+"""Which weights of a model become block-sparse, in which blocks and to which share: decided before any work starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..configs.blast import BlastConfig, BlockLayout
+from .names import first_match
+from .reads import directly_read
+from .rules import between_modules, default_reasons, find_reason, tied_groups
+from .targets import Target, candidates, obstacle
+
+
+ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
+# what mixes tokens without being attention
+MIXERS = re.compile(r"mixer|mamba|ssm|rnn|conv", re.IGNORECASE)
+KINDS = ("linear", "conv1d")
+
+
+@dataclass
+class SparseTarget:
+    """A weight that becomes block-sparse."""
+
+    target: Target
+    layout: BlockLayout
+    sparsity: float
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+
+def find_sparse_targets(model: nn.Module, config: BlastConfig) -> list[SparseTarget]:
+    """Decide. Raises ValueError when nothing would be sparse, a pattern matches nothing, blocks are larger than a
+    weight, or fused experts are among what was asked for."""
+    default, read = default_reasons(model), directly_read(model)
+    ties = between_modules(model, tied_groups(model))
+    tied = {name for group in ties for name in group}
+    depth = _depths(model)
+    found, used, reasons, experts = [], set(), {}, []
+    for target in candidates(model):
+        name = target.name
+        skip = first_match(config.modules_to_not_convert, name)
+        asked = first_match(config.targets, name) if isinstance(config.targets, list) else None
+        override = first_match(config.overrides, name)
+        used |= {pattern for pattern in (skip, asked, override) if pattern is not None}
+        if skip is not None:
+            reasons[name] = f"`modules_to_not_convert` names it ({skip!r})"
+            continue
+        if not (asked is not None if isinstance(config.targets, list) else _is_wanted(name, config.targets)):
+            continue
+        if target.kind == "experts":
+            experts.append(name)
+            continue
+        reason = obstacle(target.module, target.kind, target.parameter) or find_reason(read, target.module_name)
+        reason = reason or (None if target.kind in KINDS else f"{target.kind}s have no block-sparse form")
+        if reason is None and target.parameter_name in tied:
+            reason = "tied weight"
+        if reason is None and asked != name:
+            reason = find_reason(default, target.module_name)
+        if reason is None and _is_dense_layer(name, config.dense_layers, depth):
+            reason = "`dense_layers` names its layer"
+        if reason is not None:
+            reasons[name] = reason
+            continue
+        found.append(_sized(target, config, config.overrides.get(override, {})))
+    if experts:
+        raise ValueError(
+            f"`targets`={config.targets!r} takes in fused experts, such as `{experts[0]}`, which have no block-sparse "
+            f"form yet. Leave them dense by name: `modules_to_not_convert`={sorted({_owner(e) for e in experts})[:1]}."
+        )
+    for field in ("modules_to_not_convert", "overrides", *(["targets"] if isinstance(config.targets, list) else [])):
+        for pattern in getattr(config, field):
+            if pattern not in used and not _matches_any(model, pattern, field):
+                raise ValueError(f"`{field}` has {pattern!r}, which matches no layer of {type(model).__name__}.")
+    if not found:
+        listed = "; ".join(f"`{name}`: {reason}" for name, reason in list(reasons.items())[:8])
+        raise ValueError(
+            f"nothing of {type(model).__name__} would be block-sparse with `targets`={config.targets!r}. {listed}"
+        )
+    return found
+
+
+def _sized(target: Target, config: BlastConfig, override: dict) -> SparseTarget:
+    block = tuple(override.get("block_size", config.block_size))
+    rows, columns = reversed(target.shape) if target.transposed else target.shape
+    if block[0] > rows or block[1] > columns:
+        raise ValueError(
+            f"`block_size`={block} is larger than the weight [{rows}, {columns}] of `{target.name}`; use smaller "
+            "blocks (`overrides` sets them for single layers) or add it to `modules_to_not_convert`."
+        )
+    grid = -(-rows // block[0]), -(-columns // block[1])
+    live = grid[1] if config.balance == "row" else grid[0] * grid[1]
+    layout = BlockLayout(target.shape, block, "dense", config.balance, live, target.transposed)
+    return SparseTarget(target, layout, override.get("sparsity", config.sparsity))
+
+
+def _owner(name: str) -> str:
+    return ".".join(part for part in name.rpartition(".")[0].split(".") if not part.isdigit()).rpartition(".")[2]
+
+
+def _is_wanted(name: str, targets: str) -> bool:
+    """Is `name` a linear layer of a stack of blocks, and of the asked part of a block?"""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    if not numbers:
+        return False
+    inside = ".".join(parts[numbers[0] + 1 :])
+    if MIXERS.search(inside):
+        return False
+    attention = ATTENTION.search(inside) is not None
+    return targets == "all" or attention == (targets == "attention")
+
+
+def _depths(model: nn.Module) -> dict[str, int]:
+    """Number of blocks in each stack, by the stack's name."""
+    depths: dict[str, int] = {}
+    for name, _ in model.named_modules():
+        stack, _, last = name.rpartition(".")
+        if last.isdigit():
+            depths[stack] = max(depths.get(stack, 0), int(last) + 1)
+    return depths
+
+
+def _is_dense_layer(name: str, dense_layers: list[int] | dict[str, int], depths: dict[str, int]) -> bool:
+    parts = name.split(".")
+    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if index is None or not dense_layers:
+        return False
+    layer, depth = int(parts[index]), depths[".".join(parts[:index])]
+    if isinstance(dense_layers, dict):
+        return layer < dense_layers.get("first", 0) or layer >= depth - dense_layers.get("last", 0)
+    return layer in dense_layers or layer - depth in dense_layers
+
+
+def _matches_any(model: nn.Module, pattern: str, field: str) -> bool:
+    # a module may be named dense that would not have been sparse; an override or target must mean a weight
+    return field == "modules_to_not_convert" and any(first_match([pattern], n) for n, _ in model.named_modules() if n)

@@ -1,0 +1,203 @@
+"""`BlastCallback`: blocked prune-and-grow inside any Trainer, whatever optimizer it has.
+
+The dense gradient by which blocks grow is taken in the backward pass, before the Trainer clips; the gradient of dead
+blocks is zero by then, so it counts in no norm. After the optimizer's step masks are updated where the schedule says
+so, moments of changed blocks are zeroed, and dead blocks are set back to zero. At the end of training the layers are
+packed: what is saved then are live blocks only.
+
+The masks lie in the optimizer's state under a key that is no tensor: they are saved in `optimizer.pt`, and a resumed
+run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..configs.blast import check_sparsity
+from ..functional.block_masks import GROWTHS, SCORES
+from ..nn.block_sparse import BlockModule
+from ..nn.sparsify import masked_modules, pack_blocks, settle_mask
+from .pruner import BlockPruner
+from .schedule import SHAPES, Schedule
+
+
+logger = logging.get_logger(__name__)
+
+STATE_KEY = "hf_lowbit_blast"
+COMPUTES = ("auto", "dense", "sparse")
+
+
+class BlastCallback(TrainerCallback):
+    """Prunes (and grows) blocks of a model made with `BlastConfig`; pass it to `Trainer(callbacks=[...])`.
+
+    Args:
+        step_size: optimizer steps between two updates of the masks (default 100).
+        decay: the last steps of training, whose masks are frozen: a share of all (default 0.25), or a number of steps.
+        schedule: how sparsity rises to the target: "cubic" (default) or "linear".
+        initial_sparsity: where it starts (default 0.0).
+        score: of a block: "fro" (default), its norm; "l1"; "act", its norm weighted by the mean square of its inputs.
+        grow: "budget" (default): a share of the live blocks are chosen by their gradient; "union": the best blocks by
+            weight and the best by gradient; "none": prune only.
+        grow_fraction: the share of "budget" at the start, falling to 0 with a cosine (default 0.3).
+        reset_optimizer_state: zero the moments of blocks that were pruned or grown (default True).
+        compute: "auto" (default) trains on live blocks alone once that is faster, "dense" never, "sparse" always.
+        total_steps: length of the schedule; None (default): that of the training.
+        pack: keep live blocks only when training has ended (default True). False leaves the weights dense, with zeros.
+
+    Attributes:
+        sparsity: measured share of dead blocks over all layers.
+
+    Raises:
+        TypeError, ValueError: for unknown options; at the start of training, when the model has no weight to prune,
+            when the optimizer does not hold its weights, and under DeepSpeed or FSDP.
+    """
+
+    def __init__(
+        self,
+        step_size: int = 100,
+        decay: int | float = 0.25,
+        schedule: str = "cubic",
+        initial_sparsity: float = 0.0,
+        score: str = "fro",
+        grow: str = "budget",
+        grow_fraction: float = 0.3,
+        reset_optimizer_state: bool = True,
+        compute: str = "auto",
+        total_steps: int | None = None,
+        pack: bool = True,
+    ):
+        for field, value, allowed in (("schedule", schedule, SHAPES), ("score", score, SCORES),
+                                      ("grow", grow, GROWTHS), ("compute", compute, COMPUTES)):  # fmt: skip
+            if value not in allowed:
+                raise ValueError(f"`{field}`={value!r} is not supported; use one of {list(allowed)}.")
+        for field, value in (("step_size", step_size), ("total_steps", 1 if total_steps is None else total_steps)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"`{field}`={value!r} must be a positive integer.")
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)):
+            raise TypeError(f"`decay`={decay!r} must be a number of steps, or a share in [0, 1).")
+        if decay < 0 or (isinstance(decay, float) and decay >= 1):
+            raise ValueError(f"`decay`={decay!r} must be a number of steps, or a share in [0, 1).")
+        if isinstance(grow_fraction, bool) or not 0 <= grow_fraction < 1:
+            raise ValueError(f"`grow_fraction`={grow_fraction!r} is not in [0, 1).")
+        self.step_size, self.decay, self.schedule = step_size, decay, schedule
+        self.initial_sparsity = check_sparsity(initial_sparsity, "initial_sparsity")
+        self.score, self.grow, self.grow_fraction = score, grow, grow_fraction
+        self.reset_optimizer_state, self.compute = reset_optimizer_state, compute
+        self.total_steps, self.pack = total_steps, pack
+        self.pruner: BlockPruner | None = None
+        self.sparsity = 0.0
+        self._optimizer = None
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._refuse(args, model, inner)
+        plan = Schedule(
+            self.total_steps or state.max_steps, self.step_size, self.decay, self.schedule, self.initial_sparsity,
+            self.grow_fraction,
+        )  # fmt: skip
+        pruner = BlockPruner(model, plan, self.score, self.grow, self.reset_optimizer_state, self.compute)
+        saved = inner.state.get(STATE_KEY)
+        if saved is not None and state.global_step > 0:
+            # the optimizer's state was loaded before training began: this is a resumed run
+            pruner.load(saved["masks"])
+            if saved["schedule"] != asdict(plan):
+                logger.warning(
+                    f"training was resumed with another schedule: it was {saved['schedule']}, it is {asdict(plan)}."
+                )
+        elif state.global_step > 0:
+            logger.warning(
+                "the checkpoint has no masks (it was saved without its optimizer): blocks that are zero are taken to be "
+                "dead, so newly grown ones are lost."
+            )
+            for module in pruner.modules.values():
+                settle_mask(module)
+        pruner.attach()
+        self.pruner, self._optimizer = pruner, inner
+        self._keep_state()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.pruner is not None:
+            self.pruner.before_step(state.global_step + 1)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if self.pruner is not None and self.pruner.after_step(state.global_step + 1, self._optimizer):
+            self._keep_state()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.pruner is None or logs is None or "loss" not in logs:
+            return
+        metrics = {"blast/sparsity": self.sparsity, "blast/pruned": self.pruner.pruned,
+                   "blast/grown": self.pruner.grown}  # fmt: skip
+        logs.update(metrics)
+        if state.log_history:
+            state.log_history[-1].update(metrics)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        pruner = self.pruner
+        if pruner is None:
+            return
+        replaced = [name for name, module in pruner.modules.items() if not module.mask_holds()]
+        for name in replaced:
+            settle_mask(pruner.modules[name])
+        if replaced:
+            logger.warning(
+                f"the weights of {len(replaced)} layers, such as `{replaced[0]}`, were replaced while training ended "
+                "(`load_best_model_at_end` may have done it): their masks are those of the weights now."
+            )
+        elif state.global_step < pruner.schedule.freeze:
+            if state.global_step >= state.max_steps:
+                logger.warning(
+                    f"the schedule ends at step {pruner.schedule.freeze}, training ended at {state.global_step}: "
+                    f"blocks are pruned from {pruner.sparsity:.1%} to the target at once, and nothing is trained "
+                    "after it. Train longer, or lower `total_steps`."
+                )
+                pruner.finish(self._optimizer)
+            else:
+                logger.warning(
+                    f"training stopped at step {state.global_step}, before the schedule ended: the model has "
+                    f"{pruner.sparsity:.1%} of its blocks pruned, and that is what is saved."
+                )
+        self.sparsity = pruner.sparsity
+        self._keep_state()
+        pruner.release()
+        if self.pack:
+            for module in pruner.modules.values():
+                pack_blocks(module)
+        self.pruner = self._optimizer = None
+
+    def _keep_state(self) -> None:
+        self.sparsity = self.pruner.sparsity
+        self._optimizer.state[STATE_KEY] = {"masks": self.pruner.state(), "schedule": asdict(self.pruner.schedule)}
+
+    def _refuse(self, args, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError for what would train wrongly, or not at all."""
+        modules = dict(masked_modules(model))
+        if not modules:
+            packed = any(isinstance(module, BlockModule) for module in model.modules())
+            raise ValueError(
+                "BlastCallback has no weight to prune: "
+                + (
+                    "the model's layers hold live blocks only, whose mask is final. Leave the callback out to train them "
+                    "as they are, or call hf_lowbit.quantize(model, BlastConfig(...)) to prune them further."
+                    if packed
+                    else "load the model with `BlastConfig`, or convert it with hf_lowbit.quantize."
+                )
+            )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, module in modules.items():
+            weight = module._parameters["weight"]
+            if weight.requires_grad and id(weight) not in held:
+                raise ValueError(
+                    f"`{name}.weight` is not in the Trainer's optimizer: it was made before the model was converted. "
+                    "Make a new Trainer."
+                )
+        if getattr(args, "deepspeed", None):
+            raise ValueError("`deepspeed` keeps weights and states in shards of its own; train with DDP instead.")
+        if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+            raise ValueError("`fsdp` shards the weights whose blocks are compared; train with DDP (`fsdp`=None).")

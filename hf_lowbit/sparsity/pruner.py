@@ -1,0 +1,188 @@
+"""`BlockPruner`: prune-and-grow over all block-sparse weights of a model, independent of who runs the training loop.
+
+Around each step of an optimizer (what `BlastCallback` does in a Trainer):
+
+    pruner.before_step(i)      i counts from 1; asks for dense gradients where blocks may grow after this step
+    ... forward, backward, clipping, optimizer.step() ...
+    pruner.after_step(i)       at an update: new masks, moments of changed blocks to zero; always: dead blocks to zero
+
+Under several processes the dense gradients and the input statistics are averaged, so that all of them find the same
+masks; each has the same weights already. The state is a dict of plain tensors, for an optimizer's state.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..configs.blast import kept_blocks
+from ..functional.block_masks import block_scores, block_view, prune_and_grow
+from ..nn.masked import MaskedModule
+from ..nn.sparsify import clear_module, masked_modules
+from .schedule import Schedule
+
+
+# measured on CPU, forward and both gradients at 512 rows (float32): the sparsity from which the live blocks alone are
+# faster than the dense product, by the smaller side of a block
+SPARSE_FROM = ((128, 0.75), (64, 0.85), (32, 0.95))
+
+
+class BlockPruner:
+    """Moves the masks of `model` along `schedule`.
+
+    Args:
+        score: "fro", "l1" or "act" (functional/block_masks.py).
+        grow: "budget", "union" or "none".
+        reset_optimizer_state: zero the moments of blocks that were pruned or grown.
+        compute: "auto" runs the product and gradients on live blocks once they are few enough, "dense" never,
+            "sparse" always.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        score: str = "fro",
+        grow: str = "budget",
+        reset_optimizer_state: bool = True,
+        compute: str = "auto",
+    ):
+        self.schedule, self.score, self.grow = schedule, score, grow
+        self.reset_optimizer_state, self.compute = reset_optimizer_state, compute
+        self.modules = dict(masked_modules(model))
+        # blocks that died and were born at the last update
+        self.pruned = self.grown = 0
+
+    def attach(self) -> None:
+        """Take charge of the layers: they may be trained from here on."""
+        for module in self.modules.values():
+            module.controlled = True
+            clear_module(module)
+            self._choose_compute(module)
+
+    def release(self) -> None:
+        """Leave the layers as they are."""
+        for module in self.modules.values():
+            module.controlled = module.wants_dense_gradient = module.collects_inputs = False
+            module.dense_gradient = module.input_squares = None
+
+    def before_step(self, step: int) -> None:
+        """Prepare step number `step`."""
+        update = self.schedule.updates(step)
+        grows = update and self.grow != "none" and step < self.schedule.freeze
+        for module in self.modules.values():
+            module.wants_dense_gradient = grows
+            module.collects_inputs = update and self.score == "act"
+            module.dense_gradient = module.input_squares = None
+
+    def after_step(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        """Finish step number `step`; whether masks were updated."""
+        update = self.schedule.updates(step)
+        if update:
+            self.pruned = self.grown = 0
+        for module in self.modules.values():
+            if update:
+                self._update(module, step, optimizer)
+            clear_module(module)
+            module.wants_dense_gradient = module.collects_inputs = False
+            module.dense_gradient = module.input_squares = None
+        return update
+
+    def finish(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Prune to the targets at once: the schedule was longer than the training."""
+        self.after_step(self.schedule.freeze, optimizer)
+
+    @property
+    def sparsity(self) -> float:
+        """Measured share of dead blocks over all layers, weighted by their blocks."""
+        blocks = sum(module.mask.numel() for module in self.modules.values())
+        return 1 - sum(int(module.mask.sum()) for module in self.modules.values()) / blocks
+
+    def state(self) -> dict[str, Tensor]:
+        """Masks by name, uint8."""
+        return {name: module.mask.to(torch.uint8).cpu() for name, module in self.modules.items()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Put saved masks back. Raises ValueError when they are of other layers or blocks."""
+        for name, module in self.modules.items():
+            mask = state.get(name)
+            if mask is None or tuple(mask.shape) != module.layout.grid:
+                found = None if mask is None else tuple(mask.shape)
+                raise ValueError(
+                    f"the checkpoint's mask of `{name}` has shape {found}, the model's is {module.layout.grid}: resume "
+                    "with the `block_size` and `targets` the run was started with."
+                )
+            module.mask = mask.to(device=module._parameters["weight"].device, dtype=torch.bool)
+
+    def _update(self, module: MaskedModule, step: int, optimizer: torch.optim.Optimizer | None) -> None:
+        layout = module.layout
+        sparsity = self.schedule.sparsity(step, module.target)
+        blocks = layout.grid[1] if layout.balance == "row" else layout.blocks
+        weight = module.oriented().detach()
+        scores = block_scores(weight, layout.block, self.score, self._mean_square(module))
+        mask = prune_and_grow(
+            scores, self._gradient_scores(module), kept_blocks(sparsity, blocks),
+            "none" if step >= self.schedule.freeze else self.grow, self.schedule.grown(step), layout.balance,
+        )  # fmt: skip
+        changed = mask ^ module.mask
+        self.grown += int((changed & mask).sum())
+        self.pruned += int((changed & ~mask).sum())
+        module.mask = mask
+        self._choose_compute(module)
+        if optimizer is not None and self.reset_optimizer_state:
+            reset_blocks(optimizer, module, changed)
+
+    def _mean_square(self, module: MaskedModule) -> Tensor | None:
+        if self.score != "act":
+            return None
+        if module.input_squares is None:
+            # no token reached this layer in this step (or the last prune comes after training): every input counts
+            # the same
+            sums = torch.ones(module.layout.in_features + 1, device=module._parameters["weight"].device)
+        else:
+            sums = _summed(module.input_squares)
+        return sums[:-1] / sums[-1].clamp(min=1)
+
+    def _gradient_scores(self, module: MaskedModule) -> Tensor | None:
+        if not module.wants_dense_gradient:
+            return None
+        gradient = module.dense_gradient
+        if gradient is None:
+            # every process has to take part in the sum
+            gradient = torch.zeros_like(module.oriented())
+        return block_scores(_summed(gradient), module.layout.block)
+
+    def _choose_compute(self, module: MaskedModule) -> None:
+        if self.compute == "auto":
+            threshold = next((share for size, share in SPARSE_FROM if min(module.layout.block) >= size), 1.0)
+            module.sparse_compute = module.measured_sparsity >= threshold
+        else:
+            module.sparse_compute = self.compute == "sparse"
+
+
+def reset_blocks(optimizer: torch.optim.Optimizer, module: MaskedModule, changed: Tensor) -> None:
+    """Zero the optimizer's state of the blocks in `changed` [NB, KB]."""
+    weight = module._parameters["weight"]
+    for tensor in optimizer.state.get(weight, {}).values():
+        if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
+            oriented = tensor.t() if module.layout.transposed else tensor
+            _zero_blocks(oriented, changed, module.layout.block)
+
+
+def _zero_blocks(dense: Tensor, blocks: Tensor, block: tuple[int, int]) -> None:
+    view = block_view(dense, block)
+    if view.data_ptr() == dense.data_ptr() and view.numel() == dense.numel():
+        view.masked_fill_(blocks[:, None, :, None], 0)
+        return
+    cleared = view.masked_fill(blocks[:, None, :, None], 0).flatten(2, 3).flatten(0, 1)
+    dense.copy_(cleared[: dense.shape[0], : dense.shape[1]])
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return tensor
+    total = tensor.to(torch.float32).contiguous()
+    total = total.clone() if total.data_ptr() == tensor.data_ptr() else total
+    dist.all_reduce(total)
+    return total

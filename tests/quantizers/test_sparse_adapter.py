@@ -1,0 +1,64 @@
+"""LoRA on block-sparse layers: trains, is saved and loaded, and is never merged into them without a word."""
+
+import pytest
+import torch
+
+import hf_lowbit as lb
+from hf_lowbit.nn.sparsify import sparse_modules
+from tests.quantizers.architectures import BY_ID
+from tests.quantizers.test_sparse import pruned
+
+
+peft = pytest.importorskip("peft")
+ZOO = BY_ID["llama"]
+
+
+def adapted(**fields):
+    base = lb.freeze(pruned())
+    config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": True, **fields})
+    return base, peft.get_peft_model(base, config)
+
+
+def test_adapters_train_and_reload(tmp_path):
+    base, model = adapted()
+    before = {name: module.weight.clone() for name, module in sparse_modules(base)}
+    assert len(before) == 6
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model.train()
+    for _ in range(3):
+        ids = ZOO.inputs["input_ids"]
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(module.weight, before[name]) for name, module in sparse_modules(base))
+    expected = ZOO(model.eval())
+    assert not torch.equal(expected, ZOO(lb.freeze(pruned()).eval()))
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(lb.freeze(pruned()), tmp_path)
+    torch.testing.assert_close(ZOO(again.eval()), expected)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_merge_is_refused_and_changes_nothing(safe):
+    _, model = adapted(init_lora_weights="gaussian")
+    expected = ZOO(model.eval())
+    with pytest.raises(ValueError, match="`.*mlp.gate_proj` is block-sparse: merging an adapter.*dense"):
+        model.merge_and_unload(safe_merge=safe) if not safe else model.base_model.model.model.layers[0].mlp.gate_proj.merge(True)
+    if safe:
+        assert torch.equal(ZOO(model), expected)
+
+
+def test_unload_gives_the_sparse_model_back():
+    base, model = adapted()
+    assert torch.equal(ZOO(model.unload().eval()), ZOO(lb.freeze(pruned()).eval()))
+
+
+@pytest.mark.parametrize("fields", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=str)
+def test_what_reads_the_weight_is_refused(fields):
+    with pytest.raises(ValueError, match="only LoRA without DoRA"):
+        adapted(**fields)
+
+
+def test_other_methods_are_refused():
+    with pytest.raises(ValueError, match="`peft_type`=IA3"):
+        peft.get_peft_model(lb.freeze(pruned()), peft.IA3Config(target_modules=["up_proj"], feedforward_modules=["up_proj"]))

@@ -1,0 +1,67 @@
+"""What the block-sparsity tests share: a tiny model, the real Trainer, and callbacks that look at every step."""
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+import hf_lowbit as lb
+from hf_lowbit.functional.block_masks import block_view
+from hf_lowbit.nn.sparsify import masked_modules
+from tests.quantizers.architectures import BY_ID
+from tests.training.runs import Sentences, arguments
+
+
+def model(architecture="llama", **fields):
+    """A model of the zoo that is going to be pruned, always with the same numbers."""
+    given = {"sparsity": 0.75, "block_size": 8, **fields}
+    return lb.quantize(BY_ID[architecture].build(), lb.BlastConfig(**given))
+
+
+def callback(**fields):
+    return lb.BlastCallback(**{"step_size": 3, "grow_fraction": 0.6, **fields})
+
+
+def train(folder, made, blast, resume=None, watchers=(), **fields):
+    """Train with the real Trainer: AdamW with momentum and weight decay."""
+    given = {"max_steps": 20, "weight_decay": 0.1, **fields}
+    callbacks = [blast, *watchers] if blast is not None else list(watchers)
+    trainer = Trainer(model=made, args=arguments(folder, **given), train_dataset=Sentences(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def dead(module):
+    """The numbers in the dead blocks of a masked layer."""
+    view = block_view(module.oriented().detach(), module.layout.block)
+    return view.transpose(1, 2)[~module.mask]
+
+
+class Watch(TrainerCallback):
+    """After every step: masks, whether dead blocks are exact zeros, and dead moments. Comes after BlastCallback."""
+
+    def __init__(self):
+        self.masks, self.norms = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for _, module in masked_modules(model):
+            gradient = module.weight.grad.t() if module.layout.transposed else module.weight.grad
+            view = block_view(gradient, module.layout.block).transpose(1, 2)
+            assert (view[~module.mask] == 0).all()
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        for name, module in masked_modules(model):
+            assert (dead(module) == 0).all(), (state.global_step, name)
+            moments = optimizer.state[module.weight]
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in moments:
+                    tensor = moments[key].t() if module.layout.transposed else moments[key]
+                    assert (block_view(tensor, module.layout.block).transpose(1, 2)[~module.mask] == 0).all()
+        self.masks.append({name: module.mask.clone() for name, module in masked_modules(model)})
+
+
+def snapshot(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def different(one, other):
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
