@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 FOLDER = Path(__file__).parent
-NAMES = ("experts", "generate", "linear", "quality", "clip", "direct_training", "training_memory", "gpu")
+NAMES = ("experts", "generate", "linear", "quality", "clip", "direct_training", "training_memory", "sparsity", "gpu")
 
 
 def run(names: list[str]) -> int:
