@@ -14,8 +14,8 @@ weight and S_G those of its dense gradient:
     budget   top_{k-g}(S_W), and the g best others by S_G
     union    top_k(S_W) and top_k(S_G): up to 2k blocks live until the next update
 
-Taken per block row (`balance="row"`) every row keeps k / NB. Equal scores are decided by position, so that equal inputs
-give equal masks on every process and device.
+Taken per block row (`balance="row"`) every row keeps k / NB. Equal scores are decided by position, so that equal
+inputs give equal masks on every process and device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def block_view(dense: Tensor, block: tuple[int, int]) -> Tensor:
     return dense.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
 
 
-def block_scores(dense: Tensor, block: tuple[int, int], score: str = "fro", mean_square: Tensor | None = None) -> Tensor:
+def block_scores(
+    dense: Tensor, block: tuple[int, int], score: str = "fro", mean_square: Tensor | None = None
+) -> Tensor:
     """Scores float32 [NB, KB] of the blocks of `dense` [N, K]; "act" needs `mean_square` [K], the E[x_k^2]."""
     values = dense.detach().to(torch.float32)
     if score == "l1":

@@ -1,4 +1,4 @@
-"""The product with the live blocks of a weight: y = x W^T + bias; declared as an operator, with its reference in torch.
+"""The product with the live blocks of a weight, y = x W^T + bias: an operator with its reference in torch.
 
 W [N, K] in blocks of bn x bk, padded with zeros up to whole blocks. `values` hold the live ones, `col_indices` int32
 their block columns, ascending within a block row:
@@ -11,8 +11,8 @@ With c(b) and r(b) the column and row of block b, and x_c the c-th slice of x, b
     y_r  = sum_{b: r(b) = r} x_{c(b)} V_b^T
     dx_c = sum_{b: c(b) = c} dy_{r(b)} V_b          dV_b = dy_{r(b)}^T x_{c(b)}
 
-Sums over blocks are taken in float32. Storage is two or three plain tensors, never a torch sparse tensor: those have no
-bfloat16, no gradient to the input and no copy on CPU.
+Sums over blocks are taken in float32. Storage is two or three plain tensors, never a torch sparse tensor: those have
+no bfloat16, no gradient to the input and no copy on CPU.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def reference_block_linear(
     else:
         parts = torch.bmm(slices, values.reshape(-1, height, width).transpose(1, 2))
         if row_pointers is None:
-            y = parts.view(count, values.shape[1], rows, height).sum(1, dtype=None if x.dtype == torch.float64 else torch.float32)
+            y = parts.view(count, values.shape[1], rows, height).sum(
+                1, dtype=None if x.dtype == torch.float64 else torch.float32
+            )
         else:
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             y = x.new_zeros(count, rows, height, dtype=wide)
