@@ -81,6 +81,8 @@ class StaticMask(lb.BlastCallback):
             count = kept_blocks(module.target, module.layout.grid[1])
             module.mask = best_blocks(torch.rand(module.layout.grid, generator=generator), count, "row")
             clear_module(module)
+        # what is logged and saved are these masks
+        self._keep_state()
 
 
 def callback(method: str) -> lb.BlastCallback:

@@ -1,4 +1,4 @@
-"""The way a user takes: a dense checkpoint, the Trainer with its callback, a small file, and the same logits from it."""
+"""The way a user takes: a dense checkpoint, the Trainer with its callback, a small file, and its equal logits."""
 
 import json
 
