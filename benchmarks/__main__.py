@@ -20,6 +20,7 @@ NAMES = (
     "refine",
     "direct_training",
     "training_memory",
+    "sparsity",
     "gpu",
 )
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..configs.scheme import Scheme
 from ..functional.block_dispatch import explain_blocks
 from ..functional.dispatch import Problem, choose
-from ..nn.block_sparse import BlockModule
+from ..nn.block_sparse import SUFFIXES, BlockModule
 from ..nn.masked import MaskedModule
 from ..nn.names import first_match
 from ..nn.packed import LowBitModule, PackedWeight
@@ -40,8 +40,11 @@ class ModuleReport:
     bits_per_weight: float
     kernel: str
     reason: str
-    # measured share of dead blocks; None where a weight has no blocks
+    # measured share of dead blocks, rows and columns of a block, and bits of the live ones (None: float); None where a
+    # weight has no blocks
     sparsity: float | None = None
+    block: tuple[int, int] | None = None
+    block_bits: str | int | None = None
 
 
 @dataclass
@@ -83,8 +86,8 @@ class Report:
             blocked = sum(m.parameters for m in sparse)
             dead = sum(m.sparsity * m.parameters for m in sparse) / blocked
             last += (
-                f"\n{100 * blocked / max(self.total_parameters, 1):.1f} % of them are block-sparse, with {dead:.2%} of "
-                f"their blocks dead, in {megabytes(sum(m.bytes for m in sparse))} MB."
+                f"\n{100 * blocked / max(self.total_parameters, 1):.1f} % of them are block-sparse, with {dead:.2%} "
+                f"of their blocks dead, in {megabytes(sum(m.bytes for m in sparse))} MB."
             )
         return f"{render_table(header, rows)}\n{last}"
 
@@ -102,7 +105,7 @@ def report(model: nn.Module) -> Report:
         lowbit = module.lowbit if isinstance(module, LowBitModule) else {}
         companions = set(module.companions()) if lowbit else set()
         if isinstance(module, (BlockModule, MaskedModule)):
-            companions = {"weight_col_indices", "weight_row_pointers"}
+            companions = {"weight" + suffix for suffix in SUFFIXES if suffix}
         for parameter, tensor in module.named_parameters(recurse=False):
             if id(tensor) in seen or parameter in companions:
                 continue
@@ -151,15 +154,19 @@ def _sparse_row(full: str, module: BlockModule | MaskedModule, dtype: torch.dtyp
     parameters = layout.shape[0] * layout.shape[1]
     rows, columns = layout.block
     sparsity = module.measured_sparsity
-    reason = f"{sparsity:.1%} of {rows}x{columns} blocks dead"
+    reason, bits = f"{sparsity:.1%} of {rows}x{columns} blocks dead", None
     if isinstance(module, BlockModule):
-        size, (kernel, why) = module.stored_bytes(), explain_blocks(module.problem(1, dtype))[-1]
+        size, (kernel, why), bits = module.stored_bytes(), explain_blocks(module.problem(1, dtype))[-1], layout.bits
         reason += f"; {why}"
+        if bits is not None:
+            reason += (
+                f"; the live ones {bits if bits == 'ternary' else f'{bits}-bit'}, multiplied out for each product"
+            )
     else:
         size, kernel = weight.numel() * weight.element_size(), "dense"
         reason += f", being pruned to {module.target:.1%}; stored dense until `BlastCallback` packs it"
     return ModuleReport(full, type(module).__name__, layout.shape, None, parameters, size,
-                        8 * size / max(parameters, 1), kernel, reason, sparsity)  # fmt: skip
+                        8 * size / max(parameters, 1), kernel, reason, sparsity, layout.block, bits)  # fmt: skip
 
 
 def problem_for(module: LowBitModule, parameter: str, packed: PackedWeight, rows: int, dtype: torch.dtype) -> Problem:

@@ -1,8 +1,8 @@
 """`BlastConfig`: weights of linear layers become block-sparse by training (BLaST: Okanovic et al. 2025).
 
-The config says what will be sparse: which layers, in which blocks, how much of each. When and how blocks are removed and
-grown is `BlastCallback`'s. It reads and writes the same kind of checkpoint as `LowBitConfig` (one `quant_method`); a
-section `sparse` in the saved config lists each layer with its dense shape and what of it is stored.
+The config says what will be sparse: which layers, in which blocks, how much of each. When and how blocks are removed
+and grown is `BlastCallback`'s. It reads and writes the same kind of checkpoint as `LowBitConfig` (one `quant_method`);
+a section `sparse` in the saved config lists each layer with its dense shape and what of it is stored.
 """
 
 from __future__ import annotations
@@ -12,25 +12,34 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .blast_fields import (
+    SPARSE_FIELDS,
+    check_block_size,
+    check_sparsity,
+    read_dense_layers,
+    read_overrides,
+    read_rest,
+    read_section,
+    read_targets,
+)
 from .lowbit import LowBitConfig
 
 
-TARGETS = ("mlp", "attention", "all")
 BALANCES = ("row", "none")
 FORMS = ("dense", "blocks")
-SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
 # one-shot pruning of more than this ruins a model: 5 % of blocks of 64 x 64 doubles the perplexity of SmolLM2-135M
 ONE_SHOT_LIMIT = 0.02
-SPARSE_FIELDS = ("sparsity", "block_size", "targets", "balance", "dense_layers", "overrides")
+BLOCK_BITS = (None, 8, 4, "ternary")
 
 
 @dataclass(frozen=True)
 class BlockLayout:
     """How the blocks of one weight are stored.
 
-    `shape` is the dense shape as the model defines it, `block` rows and columns of a block in dense orientation [N, K].
+    `shape` is the dense shape as the model defines it, `block` rows and columns of a block of the dense [N, K].
     `form`: "dense" holds the whole weight with zeros in dead blocks (while it is trained), "blocks" the live blocks
     only. `balance`: "row", `live` blocks in every block row; "none", `live` blocks in all, with row pointers.
+    `bits`: of the live blocks once only they are held; None keeps them float.
     """
 
     shape: tuple[int, int]
@@ -39,6 +48,7 @@ class BlockLayout:
     balance: str
     live: int
     transposed: bool = False
+    bits: str | int | None = None
 
     def __post_init__(self):
         for field in ("shape", "block"):
@@ -51,6 +61,8 @@ class BlockLayout:
             raise ValueError(f"`form`={self.form!r} is not known; use one of {list(FORMS)}.")
         if self.balance not in BALANCES:
             raise ValueError(f"`balance`={self.balance!r} is not known; use one of {list(BALANCES)}.")
+        if isinstance(self.bits, bool) or self.bits not in BLOCK_BITS:
+            raise ValueError(f"`bits`={self.bits!r} is not known; use one of {list(BLOCK_BITS)}.")
         limit = self.grid[1] if self.balance == "row" else self.blocks
         if isinstance(self.live, bool) or not isinstance(self.live, int) or not 0 <= self.live <= limit:
             raise ValueError(f"`live`={self.live!r} must be a number of blocks between 0 and {limit}.")
@@ -106,7 +118,10 @@ class BlastConfig(LowBitConfig):
             Blocks need not divide a weight; those at the edge are then padded with zeros.
         targets: "mlp" (default): the linear layers of decoder and encoder blocks that are not attention; "attention";
             "all": both; or a list of names and "re:patterns".
-        bits, rest: low-bit live blocks and a low-bit rest. Not available yet; only None.
+        bits: None (default) keeps live blocks float; 8, 4 or "ternary" rounds them to nearest, with a scale for each
+            row of each block, when training has ended (at the end of `BlastCallback`, or by `hf_lowbit.freeze`).
+        rest: a `LowBitConfig` (or a dict of its fields) for the layers that are not sparse, applied at the same
+            moment; None (default) leaves them float.
         modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense.
         balance: "row" (default; ours): the same number of live blocks in every block row; "none": the best blocks
             of the whole weight, as the paper has it.
@@ -144,34 +159,32 @@ class BlastConfig(LowBitConfig):
         saved = kwargs.pop("sparse", None)
         self.layouts: dict[str, BlockLayout] = {}
         if saved is not None:
-            section = _read_section(saved)
-            sparsity, block_size, targets, balance, dense_layers, overrides = (section[f] for f in SPARSE_FIELDS)
+            section = read_section(saved)
+            sparsity, block_size, targets, balance = (section[f] for f in SPARSE_FIELDS[:4])
+            dense_layers, overrides, bits, rest = (section[f] for f in SPARSE_FIELDS[4:])
             self.layouts = {name: _read_layout(name, layout) for name, layout in section["modules"].items()}
             for field in ("bits", "group_size", "symmetric", "activations", "method", "modules"):
                 kwargs.pop(field, None)
-            bits = None
-        for field, value in (("bits", bits), ("rest", rest)):
-            if value is not None:
-                raise NotImplementedError(f"`{field}`={value!r} is not available yet; leave it None.")
+        if isinstance(bits, bool) or bits not in BLOCK_BITS:
+            raise ValueError(f"`bits`={bits!r} is not supported for live blocks; use one of {list(BLOCK_BITS)}.")
         super().__init__(modules_to_not_convert=modules_to_not_convert, dequantize=dequantize, **kwargs)
-        # float blocks, and nothing else low-bit
-        self.bits = self.rest = None
+        self.bits, self.rest = bits, read_rest(rest)
         self.sparsity = check_sparsity(sparsity)
         self.block_size = check_block_size(block_size)
-        self.targets = _read_targets(targets)
+        self.targets = read_targets(targets)
         if balance not in BALANCES:
             raise ValueError(f"`balance`={balance!r} is not supported; use one of {list(BALANCES)}.")
         self.balance = balance
-        self.dense_layers = _read_dense_layers(dense_layers)
-        self.overrides = _read_overrides(overrides)
+        self.dense_layers = read_dense_layers(dense_layers)
+        self.overrides = read_overrides(overrides)
         if one_shot is not True and one_shot is not False:
             raise TypeError(f"`one_shot`={one_shot!r} must be True or False.")
         highest = max([self.sparsity, *(o.get("sparsity", 0.0) for o in self.overrides.values())])
         if one_shot and highest > ONE_SHOT_LIMIT:
             raise ValueError(
                 f"`one_shot`=True with `sparsity`={highest}: removing blocks without training ruins a model (5 % of "
-                f"64 x 64 blocks doubles the perplexity of a 135M one). Above {ONE_SHOT_LIMIT}, leave `one_shot` False "
-                "and train with `Trainer(callbacks=[hf_lowbit.BlastCallback()])`."
+                f"64 x 64 blocks doubles the perplexity of a 135M one). Above {ONE_SHOT_LIMIT}, leave `one_shot` "
+                "False and train with `Trainer(callbacks=[hf_lowbit.BlastCallback()])`."
             )
         self.one_shot = one_shot
 
@@ -185,6 +198,7 @@ class BlastConfig(LowBitConfig):
         section = {field: getattr(self, field) for field in SPARSE_FIELDS}
         section["block_size"] = list(self.block_size)
         section["overrides"] = {name: dict(fields) for name, fields in self.overrides.items()}
+        section["rest"] = None if self.rest is None else self.rest.to_dict()
         return {"method": "blast", **section, "modules": {n: layout.to_dict() for n, layout in self.layouts.items()}}
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,6 +216,12 @@ class BlastConfig(LowBitConfig):
             return None
         asked = requested["sparse"]
         for name, layout in self.layouts.items():
+            if layout.bits is not None and layout.form == "blocks":
+                return (
+                    f"the checkpoint holds the live blocks of `{name}` in `bits`={layout.bits!r}, and blocks of codes "
+                    "can't be pruned further. Load it without `quantization_config`, or dense with "
+                    "BlastConfig(dequantize=True)."
+                )
             if list(layout.block) != asked["block_size"] and not asked["overrides"]:
                 return (
                     f"the checkpoint holds `{name}` in blocks of {layout.block}, but `quantization_config` asks for "
@@ -213,77 +233,6 @@ class BlastConfig(LowBitConfig):
 
 # as `DQTConfig` does: one kind of checkpoint, and transformers compares names
 BlastConfig.__name__ = LowBitConfig.__name__
-
-
-def check_sparsity(value: Any, field: str = "sparsity") -> float:
-    """`value` as a float. Raises unless it is a number in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"`{field}`={value!r} must be a number in [0, 1).")
-    if not 0 <= value < 1:
-        raise ValueError(f"`{field}`={value!r} is not in [0, 1); 0.9 removes nine blocks of ten.")
-    return float(value)
-
-
-def check_block_size(value: Any, field: str = "block_size") -> tuple[int, int]:
-    """`value` as (rows, columns). Raises unless both are integers from 8 to 128."""
-    pair = (value, value) if isinstance(value, int) else value
-    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-        raise TypeError(f"`{field}`={value!r} must be an integer or (rows, columns).")
-    for size in pair:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"`{field}`={value!r} must hold integers.")
-        if not SMALLEST_BLOCK <= size <= LARGEST_BLOCK:
-            raise ValueError(f"`{field}`={value!r} must be from {SMALLEST_BLOCK} to {LARGEST_BLOCK}.")
-    return tuple(pair)
-
-
-def _read_targets(targets: Any) -> str | list[str]:
-    if isinstance(targets, str):
-        if targets not in TARGETS:
-            raise ValueError(f"`targets`={targets!r} is not supported; use one of {list(TARGETS)}, or a list of names.")
-        return targets
-    if not isinstance(targets, (list, tuple)) or not targets or not all(isinstance(t, str) and t for t in targets):
-        raise TypeError(f"`targets`={targets!r} must be one of {list(TARGETS)}, or a list of names or 're:' patterns.")
-    return list(targets)
-
-
-def _read_dense_layers(value: Any) -> list[int] | dict[str, int]:
-    if value is None:
-        return []
-    if isinstance(value, Mapping):
-        if not set(value) <= {"first", "last"} or not all(type(n) is int and n >= 0 for n in value.values()):
-            raise ValueError(f'`dense_layers`={value!r} must have the keys "first" and "last" with numbers of layers.')
-        return dict(value)
-    if not isinstance(value, (list, tuple)) or not all(type(n) is int for n in value):
-        raise TypeError(f'`dense_layers`={value!r} must be a list of layer numbers or {{"first": n, "last": n}}.')
-    return list(value)
-
-
-def _read_overrides(overrides: Any) -> dict[str, dict]:
-    if overrides is None:
-        return {}
-    if not isinstance(overrides, Mapping):
-        raise TypeError(f"`overrides`={overrides!r} must be a dict of names or 're:' patterns.")
-    read: dict[str, dict] = {}
-    for name, fields in overrides.items():
-        if not isinstance(fields, Mapping) or not set(fields) <= {"sparsity", "block_size"}:
-            raise ValueError(f"`overrides[{name!r}]`={fields!r} may hold `sparsity` and `block_size` only.")
-        read[name] = {}
-        if "sparsity" in fields:
-            read[name]["sparsity"] = check_sparsity(fields["sparsity"], f"overrides[{name!r}].sparsity")
-        if "block_size" in fields:
-            read[name]["block_size"] = list(check_block_size(fields["block_size"], f"overrides[{name!r}].block_size"))
-    return read
-
-
-def _read_section(section: Any) -> Mapping:
-    if not isinstance(section, Mapping) or section.get("method") != "blast":
-        raise ValueError(f"`sparse`={section!r} is not known to this hf_lowbit; upgrade hf_lowbit.")
-    missing = sorted({*SPARSE_FIELDS, "modules"} - set(section))
-    unknown = sorted(set(section) - {"method", "modules", *SPARSE_FIELDS})
-    if missing or unknown:
-        raise ValueError(f"`sparse` of the saved config lacks {missing} and has unknown {unknown}.")
-    return section
 
 
 def _read_layout(name: str, layout: Any) -> BlockLayout:

@@ -14,8 +14,8 @@ weight and S_G those of its dense gradient:
     budget   top_{k-g}(S_W), and the g best others by S_G
     union    top_k(S_W) and top_k(S_G): up to 2k blocks live until the next update
 
-Taken per block row (`balance="row"`) every row keeps k / NB. Equal scores are decided by position, so that equal inputs
-give equal masks on every process and device.
+Taken per block row (`balance="row"`) every row keeps k / NB. Equal scores are decided by position, so that equal
+inputs give equal masks on every process and device.
 """
 
 from __future__ import annotations

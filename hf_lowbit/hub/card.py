@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..configs.lowbit import QUANT_METHOD
 from ..configs.scheme import BITS
-from . import evaluation, facts, markdown, origin, readme, task
+from . import evaluation, facts, markdown, origin, readme, sparse_blocks, task
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -67,13 +67,14 @@ def render_card(
         base_model=base.base_id,
         library_name="transformers",
         pipeline_tag=pipeline_tag,
-        tags=["low-bit", "quantized", *width_tags(measured.bits), "hf_lowbit"],
+        tags=[*_tags(measured), "hf_lowbit"],
         model_name=title if rows else None,
         eval_results=[row.result for row in rows] or None,
         **{name: value for name, value in base.metadata.items() if name != "pipeline_tag"},
     )
     if base.base_id is not None:
-        metadata["base_model_relation"] = "quantized"
+        # blocks are only ever removed by training
+        metadata["base_model_relation"] = "finetune" if measured.sparse else "quantized"
     return ModelCard(
         readme.sign(
             _fill(
@@ -81,7 +82,8 @@ def render_card(
                 title=markdown.plain(title),
                 summary=_summary(measured, base),
                 numbers=_numbers(measured, base),
-                lowbit=_lowbit_table(measured.lowbit),
+                lowbit=_lowbit_table(measured.lowbit) if measured.lowbit else "",
+                sparse=sparse_blocks.table_of(measured.sparse) if measured.sparse else "",
                 dense=_dense_table(measured.dense),
                 results=evaluation.table(rows),
                 loader=loader or "AutoModel",
@@ -112,11 +114,10 @@ def width_tags(bits: list[int | str]) -> list[str]:
 
 
 def is_lowbit(model: Any) -> bool:
-    """Whether `model` is a transformers model that is low-bit by us; block-sparse ones have no card of ours."""
+    """Whether `model` is a transformers model that is low-bit or block-sparse by us."""
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
-    sparse = config.get("sparse") if isinstance(config, Mapping) else getattr(config, "sparse", None)
-    return method == QUANT_METHOD and sparse is None
+    return method == QUANT_METHOD
 
 
 def _measure(model_or_dir: Any, report: Any) -> facts.Facts:
@@ -154,6 +155,8 @@ def _title(measured: facts.Facts, base: origin.Origin, repo_id: str | None) -> s
     if repo_id is not None:
         return repo_id.split("/")[-1]
     name = base.base_id.split("/")[-1] if base.base_id else measured.architecture
+    if measured.sparse:
+        return f"{name}, {sparse_blocks.title_of(measured.sparse)}"
     return f"{name}, {_width(measured.bits[0]) if len(measured.bits) == 1 else 'mixed low bits'}"
 
 
@@ -165,6 +168,9 @@ def _summary(measured: facts.Facts, base: origin.Origin) -> str:
         name += " model from a local folder, not known on the Hub,"
     widths = " and ".join("ternary form" if width == "ternary" else _width(width) for width in measured.bits)
     share = measured.lowbit_parameters / max(measured.parameters, 1)
+    if measured.sparse:
+        rest = f" {share:.1%} of its parameters are stored in {widths}." if measured.lowbit else ""
+        return f"This is {name}{sparse_blocks.summary_of(measured)}{rest}"
     return f"This is {name} with {share:.1%} of its parameters stored in {widths}, made with `hf_lowbit`."
 
 
@@ -175,14 +181,26 @@ def _numbers(measured: facts.Facts, base: origin.Origin) -> str:
         ("Measured", ""),
         [
             ("Architecture", markdown.code(measured.architecture)),
-            ("Method", METHODS.get(method) or markdown.code(method)),
+            *sparse_blocks.numbers_of(measured),
+            *([("Method", METHODS.get(method) or markdown.code(method))] if method or not measured.sparse else []),
             *_training(measured.config.get("training")),
             ("Parameters", f"{measured.parameters:,}"),
-            ("In low bits", f"{measured.lowbit_parameters:,}, with {measured.bits_per_weight:.2f} bits per weight"),
+            *_in_low_bits(measured),
             ("Size of all tensors", markdown.size(measured.bytes)),
             ("The same model in 16 bits", markdown.size(2 * measured.parameters)),
         ],
     )
+
+
+def _in_low_bits(measured: facts.Facts) -> list[tuple[str, str]]:
+    if measured.sparse and not measured.lowbit:
+        return []
+    return [("In low bits", f"{measured.lowbit_parameters:,}, with {measured.bits_per_weight:.2f} bits per weight")]
+
+
+def _tags(measured: facts.Facts) -> list[str]:
+    low = ["low-bit", "quantized", *width_tags(measured.bits)] if measured.lowbit or not measured.sparse else []
+    return [*(["block-sparse"] if measured.sparse else []), *low]
 
 
 def _training(training: Mapping | None) -> list[tuple[str, str]]:

@@ -20,12 +20,23 @@ from ..configs.lowbit import QUANT_METHOD, LowBitConfig
 
 # a converted tensor is stored as codes under its own name and these beside it (docs/format.md)
 COMPANIONS = ("_scale", "_zero_point")
+# and these beside live blocks
+BLOCK_COMPANIONS = ("_scale", "_col_indices", "_row_pointers")
 NOT_RECORDED = "not converted"
 
 
 @dataclass
+class Blocks:
+    """What weights in blocks have in common: the measured share of dead blocks, the bits of the live ones."""
+
+    block: tuple[int, int]
+    bits: str | int | None
+    sparsity: float
+
+
+@dataclass
 class Group:
-    """Weights that share a scheme, or a reason to stay dense."""
+    """Weights that share a scheme, or blocks, or a reason to stay dense."""
 
     scheme: Mapping | None
     reason: str
@@ -33,6 +44,7 @@ class Group:
     parameters: int = 0
     bytes: int = 0
     names: set[str] = field(default_factory=set)
+    blocks: Blocks | None = None
 
     def add(self, name: str, parameters: int, bytes: int) -> None:
         self.count += 1
@@ -55,8 +67,13 @@ class Facts:
         return [group for group in self.groups if group.scheme is not None]
 
     @property
+    def sparse(self) -> list[Group]:
+        return [group for group in self.groups if group.blocks is not None]
+
+    @property
     def dense(self) -> list[Group]:
-        return [group for group in self.groups if group.scheme is None and group.parameters]
+        dense = [group for group in self.groups if group.scheme is None and group.blocks is None]
+        return [group for group in dense if group.parameters]
 
     @property
     def parameters(self) -> int:
@@ -90,7 +107,10 @@ def from_report(report: Any, architecture: str, config: Mapping[str, Any]) -> Fa
         scheme = values["scheme"]
         if scheme is not None and not isinstance(scheme, Mapping):
             scheme = scheme.to_dict()
-        rows.append((values["name"], scheme, values["reason"], values["parameters"], values["bytes"]))
+        blocks = None
+        if values.get("block") is not None:
+            blocks = Blocks(tuple(values["block"]), values["block_bits"], round(values["sparsity"], 4))
+        rows.append((values["name"], scheme, values["reason"], values["parameters"], values["bytes"], blocks))
     return Facts(architecture, config, _grouped(rows))
 
 
@@ -105,19 +125,22 @@ def from_checkpoint(folder: str | Path) -> Facts:
             f"{QUANT_METHOD!r}. Compress the model first, then save it with save_pretrained."
         )
     quantization = LowBitConfig.from_dict(stored)
-    if quantization.sparse is not None:
-        raise ValueError(
-            f"`{folder.name}` is block-sparse, for which there is no card yet; push it with `model.push_to_hub`."
-        )
     sizes, rows = tensor_sizes(folder), []
-    for name, shape in quantization.shapes.items():
+    for name, layout in getattr(quantization, "layouts", {}).items():
+        if f"{name}.weight" not in sizes:
+            raise ValueError(f"config.json lists `{name}` as block-sparse, but no safetensors file holds it.")
+        size = sum(sizes.pop(f"{name}.weight{suffix}", (0, 0))[1] for suffix in ("", *BLOCK_COMPANIONS))
+        blocks = Blocks(layout.block, layout.bits if layout.form == "blocks" else None, round(layout.sparsity, 4))
+        rows.append((f"{name}.weight", None, "", math.prod(layout.shape), size, blocks))
+    converted = quantization if quantization.sparse is None else quantization.rest or LowBitConfig()
+    for name, shape in converted.shapes.items():
         # experts are listed by their parameter, everything else by the module that owns `weight`
         codes = name if name in sizes else f"{name}.weight"
         if codes not in sizes:
             raise ValueError(f"config.json lists `{name}` as converted, but no safetensors file holds it.")
         size = sum(sizes.pop(codes + suffix, (0, 0))[1] for suffix in ("", *COMPANIONS))
-        rows.append((codes, quantization.modules[name].to_dict(), "", math.prod(shape), size))
-    rows += [(name, None, NOT_RECORDED, parameters, size) for name, (parameters, size) in sizes.items()]
+        rows.append((codes, converted.modules[name].to_dict(), "", math.prod(shape), size, None))
+    rows += [(name, None, NOT_RECORDED, parameters, size, None) for name, (parameters, size) in sizes.items()]
     return Facts((config.get("architectures") or ["unknown"])[0], quantization.to_dict(), _grouped(rows))
 
 
@@ -158,11 +181,12 @@ def _header(path: Path) -> dict:
         return json.loads(file.read(length))
 
 
-def _grouped(rows: Iterable[tuple[str, Mapping | None, str, int, int]]) -> list[Group]:
+def _grouped(rows: Iterable[tuple[str, Mapping | None, str, int, int, Blocks | None]]) -> list[Group]:
     groups: dict[tuple, Group] = {}
-    for name, scheme, reason, parameters, size in rows:
-        key = tuple(scheme.values()) if scheme is not None else (reason,)
+    for name, scheme, reason, parameters, size, blocks in rows:
         # why a kernel was chosen depends on the machine; the card keeps only why something stayed dense
-        group = groups.setdefault(key, Group(scheme, "" if scheme is not None else reason))
+        reason = reason if scheme is None and blocks is None else ""
+        key = tuple(scheme.values()) if scheme is not None else (reason, blocks and tuple(vars(blocks).values()))
+        group = groups.setdefault(key, Group(scheme, reason, blocks=blocks))
         group.add(name, parameters, size)
     return sorted(groups.values(), key=lambda group: -group.parameters)

@@ -2,7 +2,10 @@
 
 `weight` are the values: [NB, L, bn, bk] where every block row has L live blocks, else [nnz, bn, bk];
 `weight_col_indices` int32 [NB, L] or [nnz] are their block columns, ascending within a row, and `weight_row_pointers`
-int32 [NB + 1] says where rows begin in the second case. Values take gradients like any weight; which blocks live stays.
+int32 [NB + 1] says where rows begin in the second case. Values take gradients like any weight; the mask stays.
+
+With low-bit blocks (`layout.bits`) `weight` holds packed codes instead, int8 [..., bn, R], and `weight_scale` bfloat16
+[..., bn] their scales (functional/block_codes.py); they are multiplied out for each product, and take no gradient.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..configs.blast import BlockLayout
+from ..functional.block_codes import SCALE_DTYPE, dequantize_blocks, stored_width
 from ..functional.block_dispatch import BlockProblem
 from ..functional.block_masks import mask_of
 from .masked import scatter, sparse_product
 
 
-SUFFIXES = ("", "_col_indices", "_row_pointers")
+SUFFIXES = ("", "_scale", "_col_indices", "_row_pointers")
 
 
 class BlockModule(nn.Module):
@@ -28,9 +32,16 @@ class BlockModule(nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         parameters = self._parameters
         return sparse_product(
-            x, parameters["weight"], parameters["weight_col_indices"], parameters.get("weight_row_pointers"),
+            x, self.values(x.dtype), parameters["weight_col_indices"], parameters.get("weight_row_pointers"),
             parameters["bias"], self.layout,
         )  # fmt: skip
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The live blocks as they are multiplied: the parameter itself, or the numbers of its codes in `dtype`."""
+        stored, bits = self._parameters["weight"], self.layout.bits
+        if bits is None:
+            return stored
+        return dequantize_blocks(stored, self._parameters["weight_scale"], bits, self.layout.block[1], dtype)
 
     @property
     def mask(self) -> Tensor:
@@ -52,30 +63,45 @@ class BlockModule(nn.Module):
         )
 
     def stored_bytes(self) -> int:
-        """Bytes of values and indices."""
+        """Bytes of values, scales and indices."""
         tensors = [self._parameters.get("weight" + suffix) for suffix in SUFFIXES]
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def dense_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight in the dense shape and orientation, zeros in dead blocks."""
-        values, columns, pointers = (self._parameters.get("weight" + suffix) for suffix in SUFFIXES)
+        columns, pointers = (self._parameters.get("weight" + suffix) for suffix in SUFFIXES[2:])
         shape = self.layout.out_features, self.layout.in_features
-        dense = scatter(values.detach(), columns, pointers, shape, self.layout.block).to(dtype)
+        dense = scatter(self.values(dtype).detach(), columns, pointers, shape, self.layout.block).to(dtype)
         return dense.t().contiguous() if self.layout.transposed else dense
+
+    def _apply(self, fn, recurse=True):
+        # `.to(dtype)` converts every floating parameter: scales keep their documented one
+        scale = self._parameters.get("weight_scale")
+        super()._apply(fn, recurse)
+        moved = self._parameters.get("weight_scale")
+        if moved is not None and moved.dtype != SCALE_DTYPE:
+            moved.data = scale.detach().to(device=moved.device, dtype=SCALE_DTYPE)
+        return self
 
     def extra_repr(self) -> str:
         rows, columns = self.layout.block
         own = f"blocks={rows}x{columns}, sparsity={self.layout.sparsity:.4f}"
+        if self.layout.bits is not None:
+            own += f", bits={self.layout.bits}"
         return ", ".join(part for part in (super().extra_repr(), own) if part)
 
 
 def block_tensors(layout: BlockLayout) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
     """Shape and dtype of each stored tensor by suffix; the values have the model's dtype (None)."""
-    if layout.balance == "row":
-        kept = (layout.grid[0], layout.live)
-        return {"": ((*kept, *layout.block), None), "_col_indices": (kept, torch.int32)}
-    return {"": ((layout.live, *layout.block), None), "_col_indices": ((layout.live,), torch.int32),
-            "_row_pointers": ((layout.grid[0] + 1,), torch.int32)}  # fmt: skip
+    rows, columns = layout.block
+    kept = (layout.grid[0], layout.live) if layout.balance == "row" else (layout.live,)
+    tensors = {"": ((*kept, rows, columns), None), "_col_indices": (kept, torch.int32)}
+    if layout.bits is not None:
+        tensors[""] = ((*kept, rows, stored_width(columns, layout.bits)), torch.int8)
+        tensors["_scale"] = ((*kept, rows), SCALE_DTYPE)
+    if layout.balance != "row":
+        tensors["_row_pointers"] = ((layout.grid[0] + 1,), torch.int32)
+    return tensors
 
 
 class BlockSparseLinear(BlockModule, nn.Linear):

@@ -19,7 +19,6 @@ from .embedding import LowBitEmbedding, LowBitScaledEmbedding
 from .experts import LowBitExperts, stack_property
 from .linear import LowBitConv1D, LowBitLinear
 from .masked import MaskedConv1D, MaskedLinear
-from .packed import LowBitModule
 from .reads import is_plain_product, only_scales
 from .trainable import TrainableConv1D, TrainableLinear
 

@@ -1,7 +1,7 @@
 """Linear layers whose weight is being pruned in blocks: dense in memory, exactly zero in dead blocks.
 
-The mask never enters the forward product: dead blocks hold zeros, which whoever trains the layer writes back after each
-step of the optimizer (`sparsity/pruner.py`). In the backward pass the gradient of dead blocks is zeroed before it
+The mask never enters the forward product: dead blocks hold zeros, which whoever trains the layer writes back after
+each step of the optimizer (`sparsity/pruner.py`). In the backward pass the gradient of dead blocks is zeroed before it
 is accumulated, so that neither clipping nor moments see it; a step at which blocks may grow keeps a dense copy of it
 first. Once few enough blocks live, the product and both gradients run on the live blocks alone (`sparse_compute`).
 
@@ -140,9 +140,9 @@ class MaskedModule(nn.Module):
     def _training_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.controlled:
             raise RuntimeError(
-                "a block-sparse weight is trained, but nothing prunes it: pass `callbacks=[hf_lowbit.BlastCallback()]` "
-                "to the Trainer (in a loop of your own, use `hf_lowbit.sparsity.pruner.BlockPruner`), or freeze the "
-                "weights that are not to be trained."
+                "a block-sparse weight is trained, but nothing prunes it: pass "
+                "`callbacks=[hf_lowbit.BlastCallback()]` to the Trainer (in a loop of your own, use "
+                "`hf_lowbit.sparsity.pruner.BlockPruner`), or freeze the weights that are not to be trained."
             )
         if self.collects_inputs:
             rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
@@ -163,6 +163,10 @@ class MaskedModule(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # a file of packed blocks fits too: a Trainer's last save may be one
         columns = state_dict.get(f"{prefix}weight_col_indices")
+        if f"{prefix}weight_scale" in state_dict:
+            raise ValueError(
+                f"`{prefix}weight` of the checkpoint holds low-bit blocks, which can't be pruned further."
+            )
         if columns is not None:
             values, pointers = state_dict[f"{prefix}weight"], state_dict.get(f"{prefix}weight_row_pointers")
             shape = self.layout.out_features, self.layout.in_features

@@ -1,5 +1,4 @@
-"""Converting layers between their three forms, in place: dense, masked (being pruned), block-sparse (live blocks only).
-"""
+"""Converting layers between their forms, in place: dense, masked (being pruned), block-sparse (live blocks only)."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from ..configs.blast import BlockLayout
+from ..functional.block_codes import quantize_blocks
 from ..functional.block_masks import clear_dead_, columns_of, live_mask
 from .block_sparse import SUFFIXES, BlockModule, block_tensors
 from .classes import dense_class, kind_of, lowbit_class
@@ -55,7 +55,8 @@ def become_empty_blocks(module: nn.Module, kind: str, layout: BlockLayout) -> No
 
 
 def pack_blocks(module: MaskedModule) -> None:
-    """Keep the live blocks only. Zeros that are dead by the mask are not stored; nothing else is lost."""
+    """Keep the live blocks only, in the bits that the layout says. Zeros that are dead by the mask are not stored;
+    nothing else is lost of float blocks."""
     kind, dense = kind_of(module).removeprefix("masked-"), dense_class(module)
     columns, pointers = columns_of(module.mask)
     weight = module._parameters["weight"]
@@ -65,15 +66,18 @@ def pack_blocks(module: MaskedModule) -> None:
     _forget(module)
     module.__class__ = lowbit_class(dense, f"block-{kind}", ("weight",))
     module.layout = layout
-    stored = (values, columns, pointers)
+    scale = None
+    if layout.bits is not None:
+        values, scale = quantize_blocks(values, layout.bits)
+    stored = (values, scale, columns, pointers)
     for suffix, tensor in zip(SUFFIXES, stored, strict=True):
         if tensor is not None:
-            trains = not suffix and weight.requires_grad
+            trains = not suffix and layout.bits is None and weight.requires_grad
             module._parameters["weight" + suffix] = nn.Parameter(tensor, requires_grad=trains)
 
 
 def unpack_blocks(module: BlockModule, target: float, balance: str) -> None:
-    """Let a block-sparse layer be pruned further; its mask stays what it is until then."""
+    """Let a block-sparse layer (of float blocks) be pruned further; its mask stays what it is until then."""
     kind, dense, mask = kind_of(module).removeprefix("block-"), dense_class(module), module.mask
     values = module._parameters["weight"]
     weight = nn.Parameter(module.dense_weight(values.dtype), requires_grad=values.requires_grad)
@@ -93,7 +97,10 @@ def restore_dense_blocks(modules: Iterable[nn.Module], dtype: torch.dtype | None
         if not isinstance(module, SparseModule):
             continue
         dense, old = dense_class(module), module._parameters["weight"]
-        weight = nn.Parameter(module.dense_weight(dtype or old.dtype), requires_grad=old.requires_grad)
+        own = old.dtype if old.is_floating_point() else torch.get_default_dtype()
+        weight = nn.Parameter(
+            module.dense_weight(dtype or own), requires_grad=old.requires_grad or module.layout.bits is not None
+        )
         for suffix in SUFFIXES[1:]:
             module._parameters.pop("weight" + suffix, None)
         module._parameters["weight"] = weight

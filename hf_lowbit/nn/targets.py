@@ -12,6 +12,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..configs.scheme import Scheme
+from .block_sparse import BlockModule
+from .masked import MaskedModule
 from .names import first_match
 from .packed import LowBitModule, PackedWeight
 from .reads import is_plain_product, only_scales, reads_own_weight
@@ -106,6 +108,8 @@ def obstacle(module: nn.Module, kind: str, parameter: str) -> str | None:
     cls = type(module)
     if isinstance(module, LowBitModule):
         return "already low-bit"
+    if isinstance(module, (BlockModule, MaskedModule)):
+        return "block-sparse"
     if parameter not in module._parameters:
         return "its weight is computed by a parametrization"
     if not module._parameters[parameter].is_floating_point():

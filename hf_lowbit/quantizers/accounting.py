@@ -87,6 +87,8 @@ def _dtype(model: PreTrainedModel) -> torch.dtype | None:
             lowbit, companions = True, module.companions()
             if hasattr(module, "output_like"):
                 first = first or module.output_like.dtype
+        elif isinstance(module, BlockModule) and module.layout.bits is not None:
+            lowbit, companions = True, ["weight_scale"]
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and name not in companions:
                 first = first or parameter.dtype

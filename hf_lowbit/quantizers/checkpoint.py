@@ -61,8 +61,13 @@ def recorded_targets(model: nn.Module, config: LowBitConfig) -> list[Target]:
     return targets
 
 
-def check_stored(model: nn.Module, targets: list[Target], files: list[str] | None) -> None:
-    """Compare the checkpoint's files with what the targets need. Raises ValueError with every difference."""
+def check_stored(
+    model: nn.Module, targets: list[Target], files: list[str] | None, checked: Iterable[str] = ()
+) -> None:
+    """Compare the checkpoint's files with what the targets need; parameters in `checked` are others' to compare.
+
+    Raises ValueError with every difference.
+    """
     stored: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in files or []:
         try:
@@ -93,7 +98,7 @@ def check_stored(model: nn.Module, targets: list[Target], files: list[str] | Non
                 problems.append(f"`{name}` is missing")
             elif found != (shape, DTYPE_NAMES[dtype]):
                 problems.append(f"`{name}` is {found[1]} {found[0]}, expected {DTYPE_NAMES[dtype]} {shape}")
-    lowbit = {target.parameter_name for target in targets}
+    lowbit = {target.parameter_name for target in targets} | set(checked)
     dense = {name: parameter for name, parameter in model.named_parameters() if name not in lowbit}
     unlisted = [name for name in dense if (find(name) or ((), ""))[1] == DTYPE_NAMES[torch.int8]]
     problems += [f"`{name}` holds codes, but `modules` does not list it" for name in unlisted]

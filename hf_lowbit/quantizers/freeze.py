@@ -18,7 +18,8 @@ def freeze(model: nn.Module) -> nn.Module:
     they are. The result is what `LowBitConfig` makes: it saves, loads, exports and dequantizes like any low-bit
     model, and can be made trainable again with `hf_lowbit.quantize(model, DQTConfig(...))`.
 
-    Of a model that is being pruned (`BlastConfig`) the live blocks are kept, and the zeros go.
+    Of a model that is being pruned (`BlastConfig`) the live blocks are kept, and the zeros go; `bits` and `rest` of
+    its config are applied.
 
     Args:
         model: a model with trainable low-bit weights; not one wrapped for several processes or compiled.
@@ -54,9 +55,10 @@ def _freeze_masks(model: nn.Module, masked: dict[str, MaskedModule]) -> nn.Modul
             f"no block of `{dense[0]}` has been pruned: there is nothing to freeze. Train with "
             "`Trainer(callbacks=[hf_lowbit.BlastCallback()])`, which packs the model when it is done."
         )
-    for module in masked.values():
-        pack_blocks(module)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
-        quantizer.record(model)
+        quantizer.pack(model)
+    else:
+        for module in masked.values():
+            pack_blocks(module)
     return model

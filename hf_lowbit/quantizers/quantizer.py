@@ -187,15 +187,7 @@ class LowBitQuantizer(HfQuantizer):
 
     def record(self, model) -> None:
         """Write what is low-bit, with schemes and shapes, into the config: this is what gets saved."""
-        found = {}
-        for name, module in model.named_modules():
-            if isinstance(module, LowBitModule):
-                for parameter, packed in module.lowbit.items():
-                    # fused experts are listed by parameter, whatever its name
-                    key = f"{name}.{parameter}" if packed.experts else name
-                    found[key.removeprefix(".")] = packed
-        self.quantization_config.modules = {key: packed.scheme for key, packed in found.items()}
-        self.quantization_config.shapes = {key: packed.shape for key, packed in found.items()}
+        record_modules(model, self.quantization_config)
 
     def attach(self, model, targets: list[Target]) -> None:
         """Give a model that was converted in memory what `from_pretrained` leaves on one: config, quantizer, names."""
@@ -288,6 +280,19 @@ class LowBitQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def record_modules(model, config: LowBitConfig) -> None:
+    """List the low-bit modules of a model in a config, with schemes and shapes."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LowBitModule):
+            for parameter, packed in module.lowbit.items():
+                # fused experts are listed by parameter, whatever its name
+                key = f"{name}.{parameter}" if packed.experts else name
+                found[key.removeprefix(".")] = packed
+    config.modules = {key: packed.scheme for key, packed in found.items()}
+    config.shapes = {key: packed.shape for key, packed in found.items()}
 
 
 def _compute_dtype(model) -> torch.dtype:

@@ -2,13 +2,13 @@
 
 A dense checkpoint loads as it is, into layers that can be pruned. A checkpoint of live blocks is checked against its
 own config and the model before anything is allocated, then loaded into place; passing a `BlastConfig` for it lets its
-layers be pruned further.
+layers be pruned further. Layers that are not sparse may be low-bit (`rest`): they are rounded when the blocks are
+packed, and loaded as `LowBitQuantizer` loads them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,23 +16,28 @@ from torch import nn
 from ..configs.blast import BlastConfig, BlockLayout, kept_blocks
 from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
 from ..functional.block_masks import best_blocks, block_scores
-from ..nn.block_sparse import BlockModule, block_tensors
+from ..nn.block_sparse import SUFFIXES, BlockModule
 from ..nn.masked import MaskedModule
 from ..nn.names import first_match
-from ..nn.sparse_targets import KINDS, find_sparse_targets
+from ..nn.packed import LowBitModule
+from ..nn.sparse_targets import find_sparse_targets
 from ..nn.sparsify import (
     become_empty_blocks,
     become_masked,
     clear_module,
     current_layout,
+    masked_modules,
+    pack_blocks,
     restore_dense_blocks,
     settle_mask,
     sparse_modules,
     unpack_blocks,
 )
-from ..nn.targets import Target, candidates
-from .checkpoint import _headers, _raise, _spellings, check_shapes
-from .quantizer import LowBitQuantizer, refuse_parallel
+from ..nn.swap import convert, flatten_head, prepare
+from ..nn.targets import Target, find_targets
+from .checkpoint import check_loaded, check_shapes, check_stored, recorded_targets
+from .quantizer import LowBitQuantizer, record_modules, refuse_parallel
+from .sparse_checkpoint import check_blocks, check_stored_blocks, recorded_layouts
 
 
 class BlastQuantizer(LowBitQuantizer):
@@ -53,6 +58,7 @@ class BlastQuantizer(LowBitQuantizer):
         if self.pre_quantized:
             targets = recorded_layouts(model, self.quantization_config)
             check_stored_blocks(model, targets, checkpoint_files)
+            self._load_rest(model, targets, checkpoint_files)
             for target, layout in targets:
                 if layout.form == "blocks":
                     become_empty_blocks(target.module, target.kind, layout)
@@ -64,12 +70,28 @@ class BlastQuantizer(LowBitQuantizer):
                     become_masked(target.module, target.kind, layout, self._target_sparsity(target.name))
         else:
             self.arm(model)
-        self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in self._targets}
         return model
+
+    def _load_rest(self, model, blocks: list[tuple[Target, BlockLayout]], files) -> None:
+        """Turn the layers that are stored low-bit into ones to load into."""
+        rest = self.quantization_config.rest
+        if rest is None or not rest.is_resolved:
+            return
+        targets = recorded_targets(model, rest)
+        check_stored(model, targets, files, [target.parameter_name for target, _ in blocks])
+        self._targets = {target.parameter_name: target for target in targets}
+        prepare(targets, load_packed=True, device="meta")
+        self._tie_companions(model, self._targets)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         check_shapes(model, self._shapes)
-        self._shapes = {}
+        for target in self._targets.values():
+            self._finish(target)
+        check_loaded(self._targets.values())
+        if self._targets:
+            flatten_head(model)
+        self._targets, self._shapes = {}, {}
         check_blocks(model)
         asked = getattr(self.quantization_config, "requested", {}).get("sparse")
         for name, module in list(sparse_modules(model)):
@@ -78,7 +100,7 @@ class BlastQuantizer(LowBitQuantizer):
                 if not self.pre_quantized and self.quantization_config.one_shot:
                     prune_once(module)
             else:
-                for suffix in ("_col_indices", "_row_pointers"):
+                for suffix in SUFFIXES[1:]:
                     if module._parameters.get("weight" + suffix) is not None:
                         module._parameters["weight" + suffix].requires_grad_(False)
                 if asked is not None and not self.quantization_config.dequantize:
@@ -102,10 +124,28 @@ class BlastQuantizer(LowBitQuantizer):
         """Let the dense layers that the config asks for be pruned."""
         for found in find_sparse_targets(model, self.quantization_config):
             become_masked(found.target.module, found.target.kind, found.layout, found.sparsity)
+        if self.quantization_config.rest is not None:
+            # a pattern that matches nothing is an error now, and not after training
+            find_targets(model, self.quantization_config.rest)
+
+    def pack(self, model) -> None:
+        """Keep live blocks only, in their bits, and round the rest: training has ended."""
+        for _, module in masked_modules(model):
+            pack_blocks(module)
+        rest = self.quantization_config.rest
+        if rest is not None and not rest.is_resolved:
+            targets = [target for target in find_targets(model, rest) if target.packed is not None]
+            convert(targets)
+            flatten_head(model)
+            self._tie_companions(model, {target.parameter_name: target for target in targets})
+        self.record(model)
 
     def record(self, model) -> None:
         """Write which layers are sparse, in which blocks, and what of them is stored: this is what gets saved."""
-        self.quantization_config.layouts = {name: current_layout(module) for name, module in sparse_modules(model)}
+        config = self.quantization_config
+        config.layouts = {name: current_layout(module) for name, module in sparse_modules(model)}
+        if config.rest is not None and any(isinstance(module, LowBitModule) for module in model.modules()):
+            record_modules(model, config.rest)
 
     def _target_sparsity(self, name: str) -> float:
         config = self.quantization_config
@@ -114,12 +154,12 @@ class BlastQuantizer(LowBitQuantizer):
     def _tags(self) -> list[str]:
         return ["hf_lowbit", "block-sparse"]
 
-    def _tie_companions(self, model, targets) -> None:
-        return None
-
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-        restore_dense_blocks(model.modules(), dtype)
+        lowbit = any(module.layout.bits is not None for _, module in sparse_modules(model))
+        restore_dense_blocks(model.modules(), dtype or (model.dtype if lowbit else None))
+        if any(isinstance(module, LowBitModule) for module in model.modules()):
+            super()._dequantize(model, dtype)
         return model
 
     def get_state_dict_and_metadata(self, model, *args, **kwargs):
@@ -136,8 +176,12 @@ class BlastQuantizer(LowBitQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        # a layer that nothing prunes raises in its first training forward; live blocks train like any weight
-        return True
+        # a layer that nothing prunes raises in its first training forward; float live blocks train like any weight
+        rounded = any(
+            layout.form == "blocks" and layout.bits is not None for layout in self.quantization_config.layouts.values()
+        )
+        rest = self.quantization_config.rest
+        return not rounded and (rest is None or not rest.is_resolved)
 
 
 def quantizer_for(quantization_config: LowBitConfig, **kwargs) -> LowBitQuantizer:
@@ -155,73 +199,15 @@ def prune_once(module: MaskedModule) -> None:
     clear_module(module)
 
 
-def recorded_layouts(model: nn.Module, config: BlastConfig) -> list[tuple[Target, BlockLayout]]:
-    """The layers that a checkpoint's config lists, found in the model. Raises ValueError where they do not fit."""
-    by_name = {candidate.name: candidate for candidate in candidates(model) if candidate.kind in KINDS}
-    same_class = type(model).__name__ in (getattr(model.config, "architectures", None) or [])
-    found, problems = [], []
-    for name, layout in config.layouts.items():
-        target = next((by_name[n] for n in _spellings(name, model) if n in by_name), None)
-        if target is None:
-            if same_class:
-                problems.append(f"`{name}` is listed as block-sparse, but {type(model).__name__} has no such layer")
-        elif tuple(target.shape) != layout.shape or target.transposed != layout.transposed:
-            problems.append(f"`{name}` is listed with shape {layout.shape}, but the model's is {tuple(target.shape)}")
-        else:
-            found.append((target, layout))
-    if not problems and not found:
-        problems = [f"none of the {len(config.layouts)} layers it lists exists in {type(model).__name__}"]
-    _raise("the checkpoint's `quantization_config` does not fit the model", problems)
-    return found
-
-
-def check_stored_blocks(model: nn.Module, targets: list[tuple[Target, BlockLayout]], files) -> None:
-    """Compare the checkpoint's files with what the layers need. Raises ValueError with every difference."""
-    stored: dict[str, tuple] = {}
-    for file in files or []:
-        if not Path(file).exists():
-            raise ValueError(f"`{file}` is missing, though the checkpoint's index names it; fetch it again.")
-        stored |= _headers(str(file))
-    problems = []
-    for target, layout in targets if stored else ():
-        dense = {"": (layout.shape, None)}
-        for suffix, (shape, dtype) in (block_tensors(layout) if layout.form == "blocks" else dense).items():
-            name = target.parameter_name + suffix
-            found = next((stored[n] for n in _spellings(name, model) if n in stored), None)
-            if found is None:
-                problems.append(f"`{name}` is missing")
-            elif found[0] != shape or (dtype is not None and found[1] not in ("I32", "torch.int32")):
-                problems.append(f"`{name}` is {found[1]} {found[0]}, expected {dtype or 'floats'} {shape}")
-    _raise("the checkpoint's tensors do not fit its config", problems)
-
-
-def check_blocks(model: nn.Module) -> None:
-    """Raise ValueError when indices of blocks are out of range, or not ascending within a row."""
-    problems = []
-    for name, module in sparse_modules(model):
-        if not isinstance(module, BlockModule) or module._parameters["weight_col_indices"].device.type == "meta":
-            continue
-        columns, pointers = module._parameters["weight_col_indices"], module._parameters.get("weight_row_pointers")
-        rows, width = module.layout.grid
-        if bool(((columns < 0) | (columns >= width)).any()):
-            problems.append(f"`{name}` has block columns outside [0, {width})")
-            continue
-        if pointers is not None:
-            ends = int(pointers[0]) == 0 and int(pointers[-1]) == columns.numel()
-            if not ends or bool((pointers.diff() < 0).any()):
-                problems.append(f"`{name}` has row pointers that do not ascend from 0 to {columns.numel()}")
-                continue
-            row = torch.arange(rows, device=columns.device).repeat_interleave(pointers.diff().long())
-            columns = (row * width + columns.long()).view(1, -1)
-        if bool((columns.diff(dim=-1) <= 0).any()):
-            problems.append(f"`{name}` has block columns that do not ascend within a row")
-    _raise("the checkpoint holds damaged numbers", problems)
-
-
 def prune_further(model: nn.Module, config: BlastConfig) -> None:
     """Let the sparse layers of a model be pruned to the targets of `config`. Raises ValueError for other blocks."""
     targets = {}
     for name, module in sparse_modules(model):
+        if isinstance(module, BlockModule) and module.layout.bits is not None:
+            raise ValueError(
+                f"`{name}` holds its live blocks in {module.layout.bits} bits: blocks of codes can't be pruned "
+                "further. Call `model.dequantize()` first."
+            )
         own = config.overrides.get(first_match(config.overrides, name), {})
         block = tuple(own.get("block_size", config.block_size))
         if block != module.layout.block:
@@ -245,7 +231,7 @@ def _continued(config: BlastConfig, asked: dict) -> BlastConfig:
     """The config of a checkpoint whose layers are pruned further: the new wishes, the stored blocks."""
     continued = BlastConfig(
         asked["sparsity"], tuple(asked["block_size"]), asked["targets"], balance=asked["balance"],
-        dense_layers=asked["dense_layers"], overrides=asked["overrides"],
+        dense_layers=asked["dense_layers"], overrides=asked["overrides"], bits=asked["bits"], rest=asked["rest"],
         modules_to_not_convert=config.modules_to_not_convert,
     )  # fmt: skip
     return continued

@@ -1,7 +1,7 @@
 """LoRA on block-sparse layers: the adapter trains beside the blocks, and is never merged into them.
 
-W + BA is dense: a merge would give back every block that was removed, or drop the part of the adapter that lies in dead
-ones. Both are refused in a sentence.
+W + BA is dense: a merge would give back every block that was removed, or drop the part of the adapter that lies in
+dead ones. Both are refused in a sentence.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class BlastCallback(TrainerCallback):
         reset_optimizer_state: zero the moments of blocks that were pruned or grown (default True).
         compute: "auto" (default) trains on live blocks alone once that is faster, "dense" never, "sparse" always.
         total_steps: length of the schedule; None (default): that of the training.
-        pack: keep live blocks only when training has ended (default True). False leaves the weights dense, with zeros.
+        pack: keep live blocks only when training has ended (default True), with `bits` and `rest` of the config. False
+            leaves the weights dense, with zeros.
 
     Attributes:
         sparsity: measured share of dead blocks over all layers.
@@ -112,8 +113,8 @@ class BlastCallback(TrainerCallback):
                 )
         elif state.global_step > 0:
             logger.warning(
-                "the checkpoint has no masks (it was saved without its optimizer): blocks that are zero are taken to be "
-                "dead, so newly grown ones are lost."
+                "the checkpoint has no masks (it was saved without its optimizer): blocks that are zero are taken to "
+                "be dead, so newly grown ones are lost."
             )
             for module in pruner.modules.values():
                 settle_mask(module)
@@ -167,8 +168,12 @@ class BlastCallback(TrainerCallback):
         self._keep_state()
         pruner.release()
         if self.pack:
-            for module in pruner.modules.values():
-                pack_blocks(module)
+            quantizer = getattr(model, "hf_quantizer", None)
+            if quantizer is not None:
+                quantizer.pack(model)
+            else:
+                for module in pruner.modules.values():
+                    pack_blocks(module)
         self.pruner = self._optimizer = None
 
     def _keep_state(self) -> None:
@@ -183,8 +188,8 @@ class BlastCallback(TrainerCallback):
             raise ValueError(
                 "BlastCallback has no weight to prune: "
                 + (
-                    "the model's layers hold live blocks only, whose mask is final. Leave the callback out to train them "
-                    "as they are, or call hf_lowbit.quantize(model, BlastConfig(...)) to prune them further."
+                    "the model's layers hold live blocks only, whose mask is final. Leave the callback out to train "
+                    "them as they are, or call hf_lowbit.quantize(model, BlastConfig(...)) to prune them further."
                     if packed
                     else "load the model with `BlastConfig`, or convert it with hf_lowbit.quantize."
                 )

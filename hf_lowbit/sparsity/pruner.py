@@ -110,8 +110,8 @@ class BlockPruner:
             if mask is None or tuple(mask.shape) != module.layout.grid:
                 found = None if mask is None else tuple(mask.shape)
                 raise ValueError(
-                    f"the checkpoint's mask of `{name}` has shape {found}, the model's is {module.layout.grid}: resume "
-                    "with the `block_size` and `targets` the run was started with."
+                    f"the checkpoint's mask of `{name}` has shape {found}, the model's is {module.layout.grid}: "
+                    "resume with the `block_size` and `targets` the run was started with."
                 )
             module.mask = mask.to(device=module._parameters["weight"].device, dtype=torch.bool)
 

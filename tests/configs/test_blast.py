@@ -33,8 +33,10 @@ def test_sparsity_outside_the_unit_interval(sparsity):
         pytest.param({"overrides": {"mlp": {"bits": 4}}}, ValueError, "`overrides", id="override-field"),
         pytest.param({"overrides": {"mlp": {"sparsity": 1}}}, ValueError, "overrides", id="override-value"),
         pytest.param({"one_shot": True}, ValueError, "ruins a model", id="one-shot"),
-        pytest.param({"bits": 8}, NotImplementedError, "`bits`=8 is not available yet", id="bits"),
-        pytest.param({"rest": {"bits": 8}}, NotImplementedError, "`rest`", id="rest"),
+        pytest.param({"bits": 2}, ValueError, "`bits`=2 is not supported for live blocks", id="bits"),
+        pytest.param({"rest": 8}, TypeError, "`rest` must be a LowBitConfig", id="rest"),
+        pytest.param({"rest": lb.DQTConfig()}, NotImplementedError, "`rest`=DQTConfig", id="rest-trained"),
+        pytest.param({"rest": lb.BlastConfig()}, ValueError, "`rest` says", id="rest-sparse"),
         pytest.param({"sparsty": 0.5}, TypeError, "did you mean `sparsity`", id="typo"),
     ],
 )
@@ -50,8 +52,9 @@ def test_one_shot_through_an_override_is_refused_too():
 
 def config_with_layouts():
     config = lb.BlastConfig(0.75, (16, 32), ["re:.*up_proj"], balance="none", dense_layers={"last": 1},
-                            overrides={"mlp": {"sparsity": 0.5, "block_size": 8}})  # fmt: skip
-    config.layouts = {"a.up_proj": BlockLayout((64, 64), (16, 32), "blocks", "none", 3)}
+                            overrides={"mlp": {"sparsity": 0.5, "block_size": 8}}, bits=4,
+                            rest=lb.LowBitConfig(bits=8, modules_to_not_convert=["x"]))  # fmt: skip
+    config.layouts = {"a.up_proj": BlockLayout((64, 64), (16, 32), "blocks", "none", 3, bits=4)}
     return config
 
 
@@ -81,7 +84,8 @@ def test_damaged_layouts_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "blocks", "kept"), [(0.9, 10, 1), (0.9, 18, 2), (0.99, 10, 1), (0.0, 7, 7), (0.75, 10, 3), (0.5, 5, 3)]
+    ("sparsity", "blocks", "kept"),
+    [(0.9, 10, 1), (0.9, 18, 2), (0.99, 10, 1), (0.0, 7, 7), (0.75, 10, 3), (0.5, 5, 3)],
 )
 def test_kept_blocks(sparsity, blocks, kept):
     assert kept_blocks(sparsity, blocks) == kept

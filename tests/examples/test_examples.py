@@ -100,6 +100,17 @@ def test_qlora_smollm2(tiny_llama, tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.parametrize("bits", [None, "8"])
+def test_blast_smollm2(tiny_llama, tmp_path, bits):
+    small = ["--steps", 12, "--context", 32, "--eval-windows", 4, "--block-size", 8, "--output", "out"]
+    small += ["--bits", bits] if bits else []
+    output = run("blast_smollm2.py", "--model", tiny_llama, *small, cwd=tmp_path)
+    assert "50.00% of their blocks dead" in output and "logits are bit-equal" in output
+    sizes = output.split("weights in memory: ")[1].split()
+    assert float(sizes[3]) < float(sizes[0])
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
+
+
 def test_every_example_is_tested():
     tested = Path(__file__).read_text()
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tested] == []

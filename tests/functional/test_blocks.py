@@ -1,4 +1,4 @@
-"""The operator on live blocks against the dense product: values, gradients, shapes, torch's own checks of operators."""
+"""The operator on live blocks against the dense product: values, gradients, shapes, torch's own checks."""
 
 import pytest
 import torch

@@ -43,7 +43,9 @@ def test_merge_is_refused_and_changes_nothing(safe):
     _, model = adapted(init_lora_weights="gaussian")
     expected = ZOO(model.eval())
     with pytest.raises(ValueError, match="`.*mlp.gate_proj` is block-sparse: merging an adapter.*dense"):
-        model.merge_and_unload(safe_merge=safe) if not safe else model.base_model.model.model.layers[0].mlp.gate_proj.merge(True)
+        model.merge_and_unload(safe_merge=safe) if not safe else model.base_model.model.model.layers[
+            0
+        ].mlp.gate_proj.merge(True)
     if safe:
         assert torch.equal(ZOO(model), expected)
 
@@ -61,4 +63,6 @@ def test_what_reads_the_weight_is_refused(fields):
 
 def test_other_methods_are_refused():
     with pytest.raises(ValueError, match="`peft_type`=IA3"):
-        peft.get_peft_model(lb.freeze(pruned()), peft.IA3Config(target_modules=["up_proj"], feedforward_modules=["up_proj"]))
+        peft.get_peft_model(
+            lb.freeze(pruned()), peft.IA3Config(target_modules=["up_proj"], feedforward_modules=["up_proj"])
+        )

@@ -143,7 +143,12 @@ def test_dead_gradients_do_not_count_in_the_norm(tmp_path):
 def test_moments_of_changed_blocks(reset, tmp_path):
     """With the reset a regrown block starts without the momentum it died with."""
     made = model()
-    train(tmp_path, made, callback(reset_optimizer_state=reset, grow_fraction=0.9), watchers=[] if not reset else [Watch()])
+    train(
+        tmp_path,
+        made,
+        callback(reset_optimizer_state=reset, grow_fraction=0.9),
+        watchers=[] if not reset else [Watch()],
+    )
     assert all(isinstance(m, BlockModule) for _, m in sparse_modules(made))
 
 
@@ -225,8 +230,10 @@ def test_early_stop_keeps_the_sparsity_it_has(tmp_path, caplog):
 
 def test_best_model_at_the_end(tmp_path, caplog):
     made = model()
-    args = arguments(tmp_path, max_steps=20, eval_strategy="steps", eval_steps=5, save_strategy="steps", save_steps=5,
-                     load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True)  # fmt: skip
+    args = arguments(
+        tmp_path, max_steps=20, eval_strategy="steps", eval_steps=5, save_strategy="steps", save_steps=5,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+    )  # fmt: skip
     trainer = Trainer(model=made, args=args, train_dataset=Sentences(), eval_dataset=Sentences(),
                       callbacks=[callback(), EarlyStoppingCallback(10)])  # fmt: skip
     with caplog.at_level(python_logging.WARNING):
