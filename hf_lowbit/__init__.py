@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .quantizers.merging import merge_as
     from .quantizers.prepare import prepare_model_for_lowbit_training
     from .training.callback import DQTCallback
+    from .training.large_batch import LAMB, LARS
     from .training.optimizer import DQTOptimizer
 
 
@@ -30,6 +31,8 @@ __all__ = [
     "DQTCallback",
     "DQTConfig",
     "DQTOptimizer",
+    "LAMB",
+    "LARS",
     "LowBitConfig",
     "Scheme",
     "codes",
@@ -47,6 +50,8 @@ _HOMES = {
     "DQTCallback": "training.callback",
     "DQTConfig": "configs",
     "DQTOptimizer": "training.optimizer",
+    "LAMB": "training.large_batch",
+    "LARS": "training.large_batch",
     "LowBitConfig": "configs",
     "Scheme": "configs",
     "codes": "nn.codes",

@@ -35,6 +35,8 @@ PROMISED = {
     "DQTCallback",
     "DQTConfig",
     "DQTOptimizer",
+    "LAMB",
+    "LARS",
     "LowBitConfig",
     "Scheme",
     "codes",
@@ -52,6 +54,8 @@ FIRST_PARAMETERS = {
     "DQTCallback": ["optimizer", "state_bits", "seed"],
     "DQTConfig": ["bits", "group_size", "forward_bits", "activation_bits", "modules_to_not_convert"],
     "DQTOptimizer": ["params", "lr", "optimizer", "state_bits"],
+    "LAMB": ["params", "lr", "betas", "eps", "weight_decay"],
+    "LARS": ["params", "lr", "momentum", "eta", "eps", "weight_decay"],
     "freeze": ["model"],
     "LowBitConfig": [
         "bits",

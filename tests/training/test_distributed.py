@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 600
 
 
-JOBS = ("trainer:8-ternary-forward", "loop", "start", "diverged", "ranks_own_noise", "accelerate", "release")
+JOBS = ("trainer:8-ternary-forward", "lars", "loop", "start", "diverged", "ranks_own_noise", "accelerate", "release")
 
 
 def run(folder, *jobs):
@@ -50,6 +50,12 @@ def results(tmp_path_factory):
 
 def test_trainer_keeps_replicas_identical_for_fifty_steps(results):
     one, other = results["trainer:8-ternary-forward"]
+    assert different(one["model"], other["model"]) == []
+    assert one["changed"] == other["changed"] > 0
+
+
+def test_lars_keeps_replicas_identical_for_fifty_steps(results):
+    one, other = results["lars"]
     assert different(one["model"], other["model"]) == []
     assert one["changed"] == other["changed"] > 0
 
