@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .quantizers.prepare import prepare_model_for_lowbit_training
     from .training.callback import DQTCallback
     from .training.large_batch import LAMB, LARS
+    from .training.mlperf import MLPerfCallback
     from .training.optimizer import DQTOptimizer
 
 
@@ -34,6 +35,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "LowBitConfig",
+    "MLPerfCallback",
     "Scheme",
     "codes",
     "freeze",
@@ -53,6 +55,7 @@ _HOMES = {
     "LAMB": "training.large_batch",
     "LARS": "training.large_batch",
     "LowBitConfig": "configs",
+    "MLPerfCallback": "training.mlperf",
     "Scheme": "configs",
     "codes": "nn.codes",
     "freeze": "quantizers.freeze",

@@ -38,6 +38,7 @@ PROMISED = {
     "LAMB",
     "LARS",
     "LowBitConfig",
+    "MLPerfCallback",
     "Scheme",
     "codes",
     "freeze",
@@ -55,6 +56,7 @@ FIRST_PARAMETERS = {
     "DQTConfig": ["bits", "group_size", "forward_bits", "activation_bits", "modules_to_not_convert"],
     "DQTOptimizer": ["params", "lr", "optimizer", "state_bits"],
     "LAMB": ["params", "lr", "betas", "eps", "weight_decay"],
+    "MLPerfCallback": ["path", "benchmark", "target"],
     "LARS": ["params", "lr", "momentum", "eta", "eps", "weight_decay"],
     "freeze": ["model"],
     "LowBitConfig": [

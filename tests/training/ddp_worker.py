@@ -52,6 +52,17 @@ def lars_job(folder):
     trainer_job(folder, rule="lars", rate=0.5)
 
 
+def mlperf_job(folder):
+    """One log, of the whole batch; both processes stop at the same step, whatever each of them saw."""
+    from tests.training.countings import TARGET, run
+
+    path = Path(folder) / "mlperf.txt"
+    callback = lb.MLPerfCallback(path, "hf_lowbit_counting", TARGET)
+    trainer = run(Path(folder) / "out", callback)
+    facts = {"step": trainer.state.global_step, "model": snapshot(trainer.model), "writes": callback._log is not None}
+    save(folder, "mlperf", {**facts, "reached": callback.reached, "batch": callback._batch})
+
+
 def loop_job(folder):
     """A loop of one's own: DDP halves equal a whole batch in one process (the test compares)."""
     made = model(bits=8)
