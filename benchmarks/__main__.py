@@ -10,7 +10,17 @@ from pathlib import Path
 
 
 FOLDER = Path(__file__).parent
-NAMES = ("experts", "generate", "linear", "quality", "clip", "direct_training", "training_memory", "gpu")
+NAMES = (
+    "experts",
+    "generate",
+    "linear",
+    "quality",
+    "clip",
+    "direct_training",
+    "training_memory",
+    "gpu",
+    "time_to_quality",
+)
 
 
 def run(names: list[str]) -> int:
