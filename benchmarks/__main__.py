@@ -20,6 +20,7 @@ NAMES = (
     "training_memory",
     "gpu",
     "time_to_quality",
+    "scaling",
 )
 
 
