@@ -21,6 +21,8 @@ NAMES = (
     "direct_training",
     "training_memory",
     "sparsity",
+    "time_to_quality",
+    "scaling",
     "gpu",
 )
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .quantizers.prepare import prepare_model_for_lowbit_training
     from .sparsity.callback import BlastCallback
     from .training.callback import DQTCallback
+    from .training.large_batch import LAMB, LARS
+    from .training.mlperf import MLPerfCallback
     from .training.optimizer import DQTOptimizer
 
 
@@ -33,7 +35,10 @@ __all__ = [
     "DQTCallback",
     "DQTConfig",
     "DQTOptimizer",
+    "LAMB",
+    "LARS",
     "LowBitConfig",
+    "MLPerfCallback",
     "Scheme",
     "codes",
     "freeze",
@@ -52,7 +57,10 @@ _HOMES = {
     "DQTCallback": "training.callback",
     "DQTConfig": "configs",
     "DQTOptimizer": "training.optimizer",
+    "LAMB": "training.large_batch",
+    "LARS": "training.large_batch",
     "LowBitConfig": "configs",
+    "MLPerfCallback": "training.mlperf",
     "Scheme": "configs",
     "codes": "nn.codes",
     "freeze": "quantizers.freeze",

@@ -37,7 +37,7 @@ class DQTCallback(TrainerCallback):
     optimizer. Learning rate and weight decay come from its parameter groups.
 
     Args:
-        optimizer: rule for the low-bit weights: "adamw" (default), "lion", "sgd" or "adafactor".
+        optimizer: rule for the low-bit weights: "adamw" (default), "lion", "sgd", "adafactor", "lars" or "lamb".
         state_bits: 32 (default), 16, 8 or 4 bits for each of its moments.
         seed: of the rounding noise; None (default): the Trainer's `seed`.
         learning_rate_scale: factor on the group's learning rate (default 1.0).

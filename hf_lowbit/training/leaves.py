@@ -45,6 +45,9 @@ class Leaf(Protocol):
     def weight_rms(self) -> float:
         """Root mean square of the weight."""
 
+    def layer(self) -> Tensor | None:
+        """float32 [R, K]: the weight that layer-wise rules take the norm of; None where they do not adapt the rate."""
+
     def move(self, rows: slice, step: Tensor, decay: float, words: Tensor | None) -> Moved:
         """Move `rows` by `step` (float32, may be overwritten), after shrinking them by the factor 1 - `decay`."""
 
@@ -69,10 +72,11 @@ class CodesLeaf:
         return unpack(self.parameter.stored.view(self.rows, -1)[rows], self.grid, self.columns)
 
     def weight_rms(self) -> float:
+        return float(self.layer().norm(2)) / max(self.rows * self.columns, 1) ** 0.5
+
+    def layer(self) -> Tensor:
         weight = self.parameter
-        group = self.packed.scheme.block
-        norm = dequantize(self.codes(), weight.scale, weight.zero_point, group).norm(2)
-        return float(norm) / max(self.rows * self.columns, 1) ** 0.5
+        return dequantize(self.codes(), weight.scale, weight.zero_point, self.packed.scheme.block)
 
     def move(self, rows: slice, step: Tensor, decay: float, words: Tensor | None) -> Moved:
         weight, group = self.parameter, self.packed.scheme.block
@@ -112,6 +116,9 @@ class ScaleLeaf:
         # of the logarithm only relative steps make sense
         return 1.0
 
+    def layer(self) -> Tensor:
+        return torch.ones(self.rows, self.columns, device=self.parameter.device)
+
     def move(self, rows: slice, step: Tensor, decay: float, words: Tensor | None) -> Moved:
         part = self.parameter.detach()[rows]
         moved = part.to(torch.float32).mul_(step.exp_())
@@ -128,6 +135,8 @@ class FloatLeaf:
         self.columns = shape[-1] if len(shape) else 1
         self.rows = parameter.numel() // max(self.columns, 1)
         self.needs_noise = parameter.dtype == torch.bfloat16
+        # biases and the weights of norms stay at the plain rate of a layer-wise rule
+        self.adapted = len(shape) > 1
 
     def gradient(self) -> Tensor | None:
         grad = self.parameter.grad
@@ -136,6 +145,9 @@ class FloatLeaf:
     def weight_rms(self) -> float:
         norm = self.parameter.detach().to(torch.float32).norm(2)
         return float(norm) / max(self.parameter.numel(), 1) ** 0.5
+
+    def layer(self) -> Tensor | None:
+        return self.parameter.detach().float().reshape(self.rows, self.columns) if self.adapted else None
 
     def move(self, rows: slice, step: Tensor, decay: float, words: Tensor | None) -> Moved:
         whole = self.parameter.detach()

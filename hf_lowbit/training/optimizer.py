@@ -29,7 +29,7 @@ class DQTOptimizer(Optimizer):
         params: a model, or what torch optimizers take: parameters, (name, parameter) pairs, or groups of them. Give a
             model or names: noise and states are keyed by them, and a run is then the same whatever the order.
         lr: learning rate (default 1e-3).
-        optimizer: "adamw" (default), "lion", "sgd" (with momentum) or "adafactor".
+        optimizer: "adamw" (default), "lion", "sgd" (with momentum), "adafactor", "lars" or "lamb".
         state_bits: 32 (default), 16, 8 or 4 bits for each moment.
         weight_decay: decoupled, as in AdamW (default 0; it pulls ternary weights to 0).
         seed: of the rounding noise (default 0), the same on every process.

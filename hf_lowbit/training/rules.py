@@ -3,18 +3,20 @@
 A `Rule` sees float32 tensors only. It knows nothing of codes, of how moments are stored, or of other processes, so one
 rule serves low-bit weights, learned scales and float parameters alike. To add one, write a class with the members of
 `Rule` and put it into `RULES`. A rule that needs the whole matrix at once (norms, factored moments) sets `whole`; a
-rule whose step depends on the weight's size (Adafactor; LARS and LAMB are of this kind) overrides `rate`.
+rule whose step depends on the weight's size (Adafactor) overrides `rate`. A rule that needs the weight itself (LARS,
+LAMB) is `layerwise` and gives `step` in place of both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from ..functional import directions
+from ..functional import directions, trust
 
 
 Moments = dict[str, Tensor]
@@ -114,7 +116,62 @@ class Adafactor:
         return max(self.eps[1], weight_rms()) * min(lr, t**-0.5)
 
 
-RULES: dict[str, type] = {"adamw": AdamW, "lion": Lion, "sgd": Momentum, "adafactor": Adafactor}
+@dataclass(frozen=True)
+class Lars:
+    """Momentum at a rate of each layer's own (You et al. 2017): under stochastic rounding every layer then changes a
+    similar share of its codes in a step. Its learning rate is of the order of 10 (`functional/trust.py`)."""
+
+    momentum: float = 0.9
+    eta: float = 0.001
+    eps: float = 0.0
+    lr_in_momentum: bool = True
+    moments: ClassVar[dict[str, bool]] = {"m": True}
+    vectors: ClassVar[dict[str, int]] = {}
+    whole: ClassVar[bool] = True
+    layerwise: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"`momentum`={self.momentum!r} must be at least 0 and below 1.")
+        _check_positive("eta", self.eta, zero=False)
+        _check_positive("eps", self.eps)
+
+    def step(self, grad, weight, moments, t, lr, decay):
+        """(step of w' = w - step, moments); `weight` is None where the layer is not adapted. Both whole."""
+        options = (lr, self.momentum, self.eta, self.eps, decay, self.lr_in_momentum)
+        step, m = trust.lars(grad, weight, moments["m"], *options)
+        return step, {"m": m}
+
+
+@dataclass(frozen=True)
+class Lamb:
+    """Adam's direction, as long as the layer's weight times the learning rate (You et al. 2020)."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    moments: ClassVar[dict[str, bool]] = {"m": True, "v": False}
+    vectors: ClassVar[dict[str, int]] = {}
+    whole: ClassVar[bool] = True
+    layerwise: ClassVar[bool] = True
+
+    def __post_init__(self):
+        _check_betas(self.betas)
+        _check_positive("eps", self.eps)
+
+    def step(self, grad, weight, moments, t, lr, decay):
+        """As `Lars.step`."""
+        step, m, v = trust.lamb(grad, weight, moments["m"], moments["v"], t, lr, self.betas, self.eps, decay)
+        return step, {"m": m, "v": v}
+
+
+RULES: dict[str, type] = {
+    "adamw": AdamW,
+    "lion": Lion,
+    "sgd": Momentum,
+    "adafactor": Adafactor,
+    "lars": Lars,
+    "lamb": Lamb,
+}
 
 
 def make_rule(name: str, options: dict) -> Rule:
@@ -126,6 +183,11 @@ def make_rule(name: str, options: dict) -> Rule:
     if unknown:
         raise TypeError(f"`optimizer`={name!r} has no option `{unknown[0]}`; it has {list(fields)}.")
     return RULES[name](**options)
+
+
+def _check_positive(name: str, value: float, zero: bool = True) -> None:
+    if not (0 <= value < math.inf) or (value == 0 and not zero):
+        raise ValueError(f"`{name}`={value!r} must be a finite number {'of at least' if zero else 'above'} 0.")
 
 
 def _check_betas(betas: tuple[float, float]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..functional.noise import column_words, key_of, more_words, row_words, words
-from .leaves import Leaf, Moved
+from .leaves import Leaf, Moved, ScaleLeaf
 from .rules import Rule
 from .states import States
 
@@ -38,14 +38,19 @@ def step_leaf(
         key = key_of(seed, step, leaf.name)
         columns = column_words(key, leaf.columns, device)
         every_row = row_words(key, 0, leaf.rows, device)
-    changed, levels = 0, 0.0
+    changed, levels, layerwise = 0, 0.0, getattr(rule, "layerwise", False)
     for start in range(0, leaf.rows, per_chunk):
         rows = slice(start, min(start + per_chunk, leaf.rows))
-        u, moments = rule.direction(grad[rows].float(), states.read(rows), t)
+        if layerwise:
+            # decay is within the step; a scale's logarithm has none
+            wanted = 0.0 if isinstance(leaf, ScaleLeaf) else decay
+            u, moments = rule.step(grad.float(), leaf.layer(), states.read(rows), t, lr, wanted)
+        else:
+            u, moments = rule.direction(grad[rows].float(), states.read(rows), t)
         word = words(every_row[rows], columns) if noisy else None
         states.write(rows, moments, more_words(word) if states.needs_noise else None)
-        rate = rule.rate(lr, t, leaf.weight_rms, u)
-        moved = leaf.move(rows, u.mul_(-rate), lr * decay, word)
+        rate = 1.0 if layerwise else rule.rate(lr, t, leaf.weight_rms, u)
+        moved = leaf.move(rows, u.mul_(-rate), 0.0 if layerwise else lr * decay, word)
         changed, levels = changed + moved.changed, levels + moved.levels
     return Moved(changed, levels)
 

@@ -40,7 +40,8 @@ class Updater:
 
     Args:
         parameters: low-bit weights, learned scales, float parameters.
-        optimizer: "adamw", "lion", "sgd" or "adafactor"; `options` are the rule's (`training/rules.py`).
+        optimizer: "adamw", "lion", "sgd", "adafactor", "lars" or "lamb"; `options` are those of the rule
+            (`training/rules.py`).
         state_bits: 32, 16, 8 or 4 bits a moment.
         seed: of the rounding noise; the same on every process.
         max_skips: after so many steps in a row with gradients that are no finite numbers, FloatingPointError.

@@ -34,16 +34,33 @@ class Desynchronize(TrainerCallback):
         torch.rand(3 + dist.get_rank())
 
 
-def trainer_job(folder, mode="8-ternary-forward"):
+def trainer_job(folder, mode="8-ternary-forward", rule="adamw", rate=2e-3):
     """The real Trainer under DDP: other data on each rank, other generators."""
     made = model(**MODES[mode])
-    args = arguments(folder, max_steps=STEPS, per_device_train_batch_size=2, logging_steps=25, learning_rate=2e-3)
+    args = arguments(folder, max_steps=STEPS, per_device_train_batch_size=2, logging_steps=25, learning_rate=rate)
     data = Sentences(dist.get_rank())
-    callback = lb.DQTCallback(state_bits=8, check_replicas_every=10)
+    callback = lb.DQTCallback(rule, state_bits=8, check_replicas_every=10)
     trainer = Trainer(model=made, args=args, train_dataset=data, callbacks=[callback, Desynchronize()])
     trainer.train()
     assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-    save(folder, f"trainer:{mode}", {"model": snapshot(made), "changed": callback.changed_codes})
+    name = f"trainer:{mode}" if rule == "adamw" else rule
+    save(folder, name, {"model": snapshot(made), "changed": callback.changed_codes})
+
+
+def lars_job(folder):
+    """Layer-wise steps: the norms, and so the rates, must agree too. Floats are moved by AdamW at the same rate."""
+    trainer_job(folder, rule="lars", rate=0.5)
+
+
+def mlperf_job(folder):
+    """One log, of the whole batch; both processes stop at the same step, whatever each of them saw."""
+    from tests.training.countings import TARGET, run
+
+    path = Path(folder) / "mlperf.txt"
+    callback = lb.MLPerfCallback(path, "hf_lowbit_counting", TARGET)
+    trainer = run(Path(folder) / "out", callback)
+    facts = {"step": trainer.state.global_step, "model": snapshot(trainer.model), "writes": callback._log is not None}
+    save(folder, "mlperf", {**facts, "reached": callback.reached, "batch": callback._batch})
 
 
 def loop_job(folder):

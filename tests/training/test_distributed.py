@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hf_lowbit as lb
+from hf_lowbit.training.mllog import read_log, read_result
 from tests.training.runs import Sentences, different, model, snapshot
 
 
@@ -18,7 +19,17 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 600
 
 
-JOBS = ("trainer:8-ternary-forward", "loop", "start", "diverged", "ranks_own_noise", "accelerate", "release")
+JOBS = (
+    "trainer:8-ternary-forward",
+    "lars",
+    "loop",
+    "start",
+    "diverged",
+    "ranks_own_noise",
+    "accelerate",
+    "release",
+    "mlperf",
+)
 
 
 def run(folder, *jobs):
@@ -44,12 +55,23 @@ def run(folder, *jobs):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("ddp"), *JOBS)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ddp")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return run(folder, *JOBS)
 
 
 def test_trainer_keeps_replicas_identical_for_fifty_steps(results):
     one, other = results["trainer:8-ternary-forward"]
+    assert different(one["model"], other["model"]) == []
+    assert one["changed"] == other["changed"] > 0
+
+
+def test_lars_keeps_replicas_identical_for_fifty_steps(results):
+    one, other = results["lars"]
     assert different(one["model"], other["model"]) == []
     assert one["changed"] == other["changed"] > 0
 
@@ -104,3 +126,13 @@ def test_accelerate_loop_with_accumulation_and_saved_state(results):
 def test_release_of_gradients_is_refused(results):
     for message in results["release"]:
         assert "one process" in message
+
+
+def test_mlperf_log_is_one_and_all_processes_stop_together(results, folder):
+    one, other = results["mlperf"]
+    assert (one["writes"], other["writes"]) == (True, False)
+    assert one["reached"] and other["reached"] and one["step"] == other["step"] < 200
+    assert different(one["model"], other["model"]) == []
+    values = {event.key: event.value for event in read_log(folder / "mlperf.txt")}
+    assert values["global_batch_size"] == one["batch"] == 64 and values["micro_batch_size"] == 32
+    assert values["number_of_ranks"] == 2 and read_result(folder / "mlperf.txt").reached
