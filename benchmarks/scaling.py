@@ -78,7 +78,7 @@ def points(rows: dict, method: str) -> list[tuple[float, float, int, int, float]
     """(seconds, batch, processes, buckets, share of gradient bytes) of the steps of a method."""
     found = []
     gradients = rows[f"compute/{method}"]["gradient_bytes"]
-    for key, row in rows.items():
+    for row in rows.values():
         job = row.get("job", {})
         if job.get("kind") == "steps" and job["method"] == method:
             buckets = -(-gradients // (job["bucket_mb"] << 20))
