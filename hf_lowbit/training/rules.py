@@ -31,6 +31,9 @@ class Rule(Protocol):
     def direction(self, grad: Tensor, moments: Moments, t: int) -> tuple[Tensor, Moments]:
         """u of w' = w - rate * u and the new moments, for step t = 1, 2, ...; changes nothing it is given."""
 
+    def constants(self, t: int) -> directions.Constants | None:
+        """What a fused kernel (`functional/update.py`) multiplies with at step t; None for rules that none has."""
+
     def rate(self, lr: float, t: int, weight_rms: Callable[[], float], u: Tensor) -> float:
         """The factor of u; `weight_rms()` is the weight's root mean square, computed when asked for."""
 
@@ -60,6 +63,9 @@ class AdamW(_Elementwise):
         u, m, v = directions.adamw(grad, moments["m"], moments["v"], t, self.betas, self.eps)
         return u, {"m": m, "v": v}
 
+    def constants(self, t):
+        return directions.adamw_constants(t, self.betas, self.eps)
+
 
 @dataclass(frozen=True)
 class Lion(_Elementwise):
@@ -74,6 +80,9 @@ class Lion(_Elementwise):
     def direction(self, grad, moments, t):
         u, m = directions.lion(grad, moments["m"], self.betas)
         return u, {"m": m}
+
+    def constants(self, t):
+        return directions.lion_constants(self.betas)
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,9 @@ class Momentum(_Elementwise):
         u, m = directions.momentum(grad, moments["m"], t, self.momentum, self.nesterov)
         return u, {"m": m}
 
+    def constants(self, t):
+        return directions.momentum_constants(t, self.momentum, self.nesterov)
+
 
 @dataclass(frozen=True)
 class Adafactor:
@@ -109,6 +121,9 @@ class Adafactor:
         arguments = (t, self.beta2_decay, self.eps[0], self.clip)
         u, row, column = directions.adafactor(grad, moments["row"], moments["column"], *arguments)
         return u, {"row": row, "column": column}
+
+    def constants(self, t):
+        return None
 
     def rate(self, lr, t, weight_rms, u):
         return max(self.eps[1], weight_rms()) * min(lr, t**-0.5)
