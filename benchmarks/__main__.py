@@ -10,7 +10,18 @@ from pathlib import Path
 
 
 FOLDER = Path(__file__).parent
-NAMES = ("experts", "generate", "linear", "quality", "clip", "direct_training", "training_memory", "gpu")
+NAMES = (
+    "experts",
+    "generate",
+    "linear",
+    "quality",
+    "clip",
+    "direct_training",
+    "training_memory",
+    "update",
+    "ternary_gap",
+    "gpu",
+)
 
 
 def run(names: list[str]) -> int:
