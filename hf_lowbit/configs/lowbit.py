@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .digest import check_digest, modules_digest
 from .scheme import Scheme
 
 
@@ -76,6 +77,7 @@ class LowBitConfig(QuantizationConfigMixin):
         self.origin = kwargs.pop("origin", None)
         if self.origin not in ORIGINS:
             raise ValueError(f"`origin`={self.origin!r} is not known to this hf_lowbit; it knows {list(ORIGINS)}.")
+        digest = kwargs.pop("modules_digest", None)
         _check_rest(kwargs, type(self))
         self.quant_method = QUANT_METHOD
         if isinstance(bits, float):
@@ -103,6 +105,7 @@ class LowBitConfig(QuantizationConfigMixin):
         self.budget = budget
         self.calibration = calibration
         self.modules, self.shapes = _read_modules(modules, self.group_size)
+        check_digest(digest, self.modules, self.shapes)
         self.modules_to_not_convert = _read_names(modules_to_not_convert)
         self.dequantize = dequantize
 
@@ -138,6 +141,8 @@ class LowBitConfig(QuantizationConfigMixin):
                   "modules_to_not_convert": list(self.modules_to_not_convert)}  # fmt: skip
         if self.origin is not None:
             output["origin"] = self.origin
+        if self.is_resolved:
+            output["modules_digest"] = modules_digest(self.modules, self.shapes)
         if self.dequantize:
             output["dequantize"] = True
         return output
