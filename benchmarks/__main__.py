@@ -20,6 +20,8 @@ NAMES = (
     "refine",
     "direct_training",
     "training_memory",
+    "update",
+    "ternary_gap",
     "sparsity",
     "time_to_quality",
     "scaling",

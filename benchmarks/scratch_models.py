@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 import hf_lowbit as lb
 from benchmarks.perplexity import CALIBRATION, novel, window_nlls
+from hf_lowbit.functional.dispatch import use_kernel
 from hf_lowbit.functional.linear import quantize_activations
 from hf_lowbit.training import leaves
 
@@ -115,35 +116,41 @@ def nearest():
     stochastic = leaves.round_step
     leaves.round_step = lambda step, noise: step.round()
     try:
-        yield
+        # torch's operations: a fused kernel rounds by itself
+        with use_kernel("reference"):
+            yield
     finally:
         leaves.round_step = stochastic
 
 
-def build(size: str, method: str, seed: int) -> nn.Module:
+def build(size: str, method: str, seed: int, fields: dict | None = None) -> nn.Module:
+    """A new model; `fields` of DQTConfig instead of the method's own."""
     torch.manual_seed(seed)
     config = LlamaConfig(**SIZES[size], vocab_size=256, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
                          pad_token_id=None, bos_token_id=None, eos_token_id=None)  # fmt: skip
     model = LlamaForCausalLM(config)
     if method == "bitnet":
         return bitnet(model)
-    fields = METHODS[method][0]
+    fields = METHODS[method][0] if fields is None else fields
     return model if fields is None else lb.quantize(model, lb.DQTConfig(**fields))
 
 
-def train(run: Run, data: Tensor, **callback_fields) -> tuple[nn.Module, list[dict]]:
-    """The trained model and the Trainer's logs."""
-    model = build(run.size, run.method, run.seed)
-    fields, to_nearest = METHODS[run.method]
+def train(
+    run: Run, data: Tensor, fields: dict | None = None, batch: int = BATCH, **callback_fields
+) -> tuple[nn.Module, list[dict]]:
+    """The trained model and the Trainer's logs. `fields` of DQTConfig instead of those of the method."""
+    model = build(run.size, run.method, run.seed, fields)
+    own_fields, to_nearest = METHODS.get(run.method, (None, False))
+    fields = own_fields if fields is None else fields
     callbacks = [] if fields is None else [lb.DQTCallback(**callback_fields)]
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
-            output_dir=folder, max_steps=run.steps, per_device_train_batch_size=BATCH, learning_rate=run.rate,
+            output_dir=folder, max_steps=run.steps, per_device_train_batch_size=batch, learning_rate=run.rate,
             lr_scheduler_type="cosine", warmup_steps=run.steps // 10, max_grad_norm=1.0, use_cpu=True, seed=run.seed,
             save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=max(1, run.steps // 10),
             log_level="error", optim="adamw_torch", weight_decay=0.0,
         )  # fmt: skip
-        trainer = Trainer(model=model, args=args, train_dataset=Windows(data, run.steps * BATCH, run.seed),
+        trainer = Trainer(model=model, args=args, train_dataset=Windows(data, run.steps * batch, run.seed),
                           callbacks=callbacks)  # fmt: skip
         # the Trainer prints every log entry unless it shows progress; the record keeps them
         from transformers.trainer_callback import PrinterCallback

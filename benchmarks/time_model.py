@@ -9,9 +9,9 @@
     I/O         max(0, b bytes a sample / read bandwidth - compute)   the next batch is read meanwhile
 
 (Farrell et al. 2021, *MLPerf HPC*, analyse staging, convergence and compute together; Yamazaki et al. 2019 send
-several MB at a time and overlap them with the backward pass.) What bits change: n is gradients times their bytes, which direct
-training leaves in the parameters' float dtype, so that a bfloat16 hook halves it and low-bit weights do not; weights
-that travel (the first broadcast, sharded parameters, checkpoints) are packed bytes.
+several MB at a time and overlap them with the backward pass.) What bits change: n is gradients times their bytes,
+which direct training leaves in the parameters' float dtype, so that a bfloat16 hook halves it and low-bit weights do
+not; weights that travel (the first broadcast, sharded parameters, checkpoints) are packed bytes.
 """
 
 from dataclasses import asdict, dataclass, replace

@@ -125,6 +125,7 @@ class DQTConfig(LowBitConfig):
             modules_to_not_convert=self.modules_to_not_convert,
         )  # fmt: skip
         config.modules, config.shapes = schemes, dict(self.shapes)
+        config.origin = "dqt"
         return config
 
     @classmethod

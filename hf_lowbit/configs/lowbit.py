@@ -17,6 +17,8 @@ from .scheme import Scheme
 QUANT_METHOD = "hf_lowbit"
 FORMAT_VERSION = 1
 METHODS = ("rtn", "gptq")
+# "dqt": the codes were trained directly, then frozen
+ORIGINS = (None, "dqt")
 FIELDS = ("bits", "group_size", "symmetric", "activations", "method", "budget", "calibration", "modules",
           "modules_to_not_convert", "dequantize")  # fmt: skip
 # what decides the stored numbers; a request that differs in one of them conflicts with a checkpoint's own
@@ -73,6 +75,10 @@ class LowBitConfig(QuantizationConfigMixin):
         dequantize: bool = False,
         **kwargs,
     ):
+        # how the codes came about where `method` did not make them; `freeze` writes it, and cards say it
+        self.origin = kwargs.pop("origin", None)
+        if self.origin not in ORIGINS:
+            raise ValueError(f"`origin`={self.origin!r} is not known to this hf_lowbit; it knows {list(ORIGINS)}.")
         digest = kwargs.pop("modules_digest", None)
         _check_rest(kwargs, type(self))
         self.quant_method = QUANT_METHOD
@@ -137,6 +143,8 @@ class LowBitConfig(QuantizationConfigMixin):
                   "group_size": self.group_size, "symmetric": self.symmetric, "activations": self.activations,
                   "method": self.method, "modules": modules,
                   "modules_to_not_convert": list(self.modules_to_not_convert)}  # fmt: skip
+        if self.origin is not None:
+            output["origin"] = self.origin
         if self.is_resolved:
             output["modules_digest"] = modules_digest(self.modules, self.shapes)
         if self.dequantize:

@@ -1,4 +1,4 @@
-/* Products with packed low-bit weights on a CPU. Plain C11, three files that can be compiled at once:
+/* Products with packed low-bit weights on a CPU. Plain C11, four files that can be compiled at once:
  *
  *     cc -O2 -std=c11 -fPIC -shared -fopenmp lowbit_*.c -o _lowbit_cpu.so
  *

@@ -11,6 +11,10 @@ formulas are those of torch.optim, so that a low-bit weight moves on average exa
                 u = g / sqrt(max(R' C' / max(mean R', eps), eps^2)),  u / max(1, rms(u) / d)
                                                                            Shazeer and Stern 2018, algorithm 4
 
+Element by element rules are written with products, sums, quotients and roots that each round once, in a fixed order,
+and not with torch's fused forms (`lerp`, `addcmul`, `alpha=`), whose last bit differs between the vectors of a tensor
+and its remainder: so a compiled kernel can give the same bits (`update.py`). `Constants` are what they multiply with.
+
 t counts from 1. The factored second moment of Adafactor is a row vector and a column vector for the whole matrix, so
 it needs the whole matrix at once; the others work element by element. As in torch.optim.Adafactor, the step of a
 matrix is also multiplied by max(eps2, rms(w)), the relative step size; that is the caller's.
@@ -19,33 +23,68 @@ matrix is also multiplied by max(eps2, rms(w)), the relative step size; that is 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Constants(NamedTuple):
+    """What an element-by-element rule multiplies with at one step; `rule` is its name."""
+
+    rule: str
+    beta1: float
+    rest1: float = 0.0
+    beta2: float = 0.0
+    rest2: float = 0.0
+    eps: float = 0.0
+    factor: float = 1.0
+    first: bool = False
+    nesterov: bool = False
+
+
+def adamw_constants(t: int, betas: tuple[float, float], eps: float) -> Constants:
+    """sqrt(v' / c) + eps is (sqrt(v') + eps sqrt(c)) / sqrt(c), with c = 1 - b2^t."""
+    beta1, beta2 = betas
+    scale = math.sqrt(1 - beta2**t)
+    return Constants("adamw", beta1, 1 - beta1, beta2, 1 - beta2, eps * scale, scale / (1 - beta1**t))
+
+
+def lion_constants(betas: tuple[float, float]) -> Constants:
+    return Constants("lion", betas[0], 1 - betas[0], betas[1], 1 - betas[1])
+
+
+def momentum_constants(t: int, mu: float, nesterov: bool) -> Constants:
+    return Constants("sgd", mu, first=t == 1, nesterov=nesterov)
 
 
 def adamw(
     grad: Tensor, m: Tensor, v: Tensor, t: int, betas: tuple[float, float], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(u, m', v') of Adam with decoupled weight decay; the decay itself is the caller's."""
-    beta1, beta2 = betas
-    m = torch.lerp(m, grad, 1 - beta1)
-    v = (v * beta2).addcmul_(grad, grad, value=1 - beta2)
-    scale = math.sqrt(1 - beta2**t)
-    u = m / v.sqrt().add_(eps * scale)
-    return u.mul_(scale / (1 - beta1**t)), m, v
+    c = adamw_constants(t, betas, eps)
+    m = (m * c.beta1).add_(grad * c.rest1)
+    v = (v * c.beta2).add_((grad * grad).mul_(c.rest2))
+    return (m / root(v).add_(c.eps)).mul_(c.factor), m, v
+
+
+def root(x: Tensor) -> Tensor:
+    """sqrt(x) of float32, correctly rounded. On CPUs torch's own is that of a vector library, and the last bit of one
+    root in seventy is not."""
+    return x.to(torch.float64).sqrt_().to(torch.float32) if x.device.type == "cpu" else x.sqrt()
 
 
 def lion(grad: Tensor, m: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """(u, m') of Lion; u is -1, 0 or 1."""
-    beta1, beta2 = betas
-    return torch.lerp(m, grad, 1 - beta1).sign_(), torch.lerp(m, grad, 1 - beta2)
+    c = lion_constants(betas)
+    u = (m * c.beta1).add_(grad * c.rest1).sign_()
+    return u, (m * c.beta2).add_(grad * c.rest2)
 
 
 def momentum(grad: Tensor, m: Tensor, t: int, mu: float, nesterov: bool) -> tuple[Tensor, Tensor]:
     """(u, m') of SGD with momentum, without dampening."""
-    m = grad.clone() if t == 1 else torch.add(grad, m, alpha=mu)
-    return (torch.add(grad, m, alpha=mu) if nesterov else m.clone()), m
+    m = grad.clone() if t == 1 else (m * mu).add_(grad)
+    return ((m * mu).add_(grad) if nesterov else m.clone()), m
 
 
 def adafactor(

@@ -25,6 +25,7 @@ from . import evaluation, facts, markdown, origin, readme, sparse_blocks, task
 TEMPLATE = Path(__file__).with_name("card_template.md")
 METHODS = {
     "rtn": "round to nearest, without calibration data",
+    "dqt": "[Direct Quantized Training](https://arxiv.org/abs/2412.04787): the codes themselves were trained",
     "gptq": "[GPTQ](https://arxiv.org/abs/2210.17323): rounding errors compensated on calibration data",
 }
 ACTIVATIONS = {"float": "not quantized", "int8": "8 bits per token"}
@@ -175,7 +176,8 @@ def _summary(measured: facts.Facts, base: origin.Origin) -> str:
 
 
 def _numbers(measured: facts.Facts, base: origin.Origin) -> str:
-    method = measured.config.get("method")
+    trained = "dqt" if measured.config.get("training") else None
+    method = measured.config.get("origin") or trained or measured.config.get("method")
     # the plain facts of a checkpoint, in the order a reader asks for them
     return markdown.table(
         ("Measured", ""),

@@ -4,7 +4,8 @@ Gradients need a floating-point leaf of the weight's dense shape, for autograd, 
 accumulation, hooks and DDP to find. Packed codes are neither floating-point nor of that shape. So the codes and scale
 sit inside a tensor subclass without storage of its own, which reports the dense shape and a float dtype:
 
-- reading it with any torch function dequantizes it for that one call; a view of it is a copy,
+- reading it with any torch function dequantizes it for that one call; a view of it is a copy that can't be written to
+  (`readonly.py`),
 - its gradient is an ordinary dense tensor,
 - writing to it raises: codes change by direct updates only (`hf_lowbit/training`). An optimizer that added its step to
   the dequantized numbers would round it away, or round every weight anew. The one write that is accepted is a copy of
@@ -23,6 +24,7 @@ from ..functional.grid import dequantize, grid_of
 from ..functional.packing import pack, unpack
 from ..functional.rounding import to_codes
 from .packed import PackedWeight
+from .readonly import read_only_views, refuse, refuse_writes
 
 
 aten = torch.ops.aten
@@ -69,7 +71,7 @@ class CodesParameter(Tensor):
 
     def __setitem__(self, index, value):
         # would go through a view, which is a copy here: the write would be lost
-        _refuse("__setitem__")
+        refuse("__setitem__")
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
@@ -118,9 +120,9 @@ class CodesParameter(Tensor):
                 plain = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
                 return func(plain, *args[1:], **kwargs)
         if func._schema.is_mutable:
-            _refuse_writes(func, args, kwargs)
+            refuse_writes(func, args, kwargs, CodesParameter)
         plain = tree_map_only(CodesParameter, CodesParameter.dense, (args, kwargs))
-        return func(*plain[0], **plain[1])
+        return read_only_views(func, func(*plain[0], **plain[1]))
 
 
 def make_parameter(stored, scale, zero_point, packed, dtype, requires_grad=True) -> CodesParameter:
@@ -154,23 +156,3 @@ def _copy_on_grid(weight: CodesParameter, source: Tensor) -> CodesParameter:
         )
     weight.stored.copy_(pack(codes, grid).view(weight.stored.shape))
     return weight
-
-
-def _refuse_writes(func, args, kwargs) -> None:
-    """Raise when an argument that `func` writes to is ours."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(v, CodesParameter) for v in values):
-            _refuse(func)
-
-
-def _refuse(name) -> None:
-    raise RuntimeError(
-        f"`{name}` would write floats into a trainable low-bit weight. Its codes are trained by direct "
-        "updates only: add `hf_lowbit.DQTCallback()` to the Trainer's callbacks, or use "
-        "`hf_lowbit.DQTOptimizer` in a loop of your own. To leave low-bit weights as they are, set "
-        "`requires_grad_(False)` on them."
-    )

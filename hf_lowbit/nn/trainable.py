@@ -23,7 +23,7 @@ from ..functional.linear import linear
 from ..functional.packing import pack
 from ..functional.trainable import Form, forward_codes, trainable_linear
 from .packed import LowBitModule, PackedWeight, install
-from .slot import make_parameter
+from .slot import CodesParameter, make_parameter
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,11 @@ def trainable_forward(module: TrainableModule, x: Tensor) -> Tensor:
     parameters = module._parameters
     weight, scale, bias = parameters["weight"], parameters["weight_scale"], parameters["bias"]
     form = module.form
+    if not isinstance(weight, CodesParameter):
+        raise ValueError(
+            f"the weight of a trainable low-bit layer was replaced by a {type(weight).__name__}, as FSDP does: packed "
+            "weights can't be sharded. Train with DDP, which keeps whole replicas."
+        )
     if torch.is_grad_enabled() and (weight.requires_grad or scale.requires_grad):
         return trainable_linear(x, weight, weight.stored, scale, parameters["weight_zero_point"], bias, form)
     stored, scale, zero_point = module.forward_tensors()

@@ -24,7 +24,7 @@ from ..nn.slot import CodesParameter
 
 
 class Moved(NamedTuple):
-    """Codes that changed, and the levels that all steps together asked for."""
+    """Codes that changed, and the levels that all steps together asked for, each at most the span of its grid."""
 
     changed: int = 0
     levels: float = 0.0
@@ -67,9 +67,13 @@ class CodesLeaf:
         grad = self.parameter.grad
         return grad.t() if grad is not None and self.packed.transposed else grad
 
+    def bytes(self) -> Tensor:
+        """The packed codes, int8 [R, bytes a row]; the weight's own memory."""
+        return self.parameter.stored.detach().view(self.rows, -1)
+
     def codes(self, rows: slice = slice(None)) -> Tensor:
         """int8 [R, K] of some rows."""
-        return unpack(self.parameter.stored.view(self.rows, -1)[rows], self.grid, self.columns)
+        return unpack(self.bytes()[rows], self.grid, self.columns)
 
     def weight_rms(self) -> float:
         return float(self.layer().norm(2)) / max(self.rows * self.columns, 1) ** 0.5
@@ -88,12 +92,14 @@ class CodesLeaf:
             values = codes.to(torch.float32)
             if weight.zero_point is not None:
                 values.sub_(expand_groups(weight.zero_point[own], self.columns, group))
-            step.sub_(values, alpha=decay)
+            # a product and a difference, each rounded, as everywhere on the way to a code (functional/update.py)
+            step.sub_(values.mul_(decay))
         levels = round_step(step, uniform(words))
         moved = apply_step(codes, levels, self.grid)
         packed = moved if self.grid.field_bits == 8 else pack(moved, self.grid)
-        weight.stored.view(self.rows, -1)[rows] = packed
-        return Moved(int(torch.count_nonzero(codes.bitwise_xor_(moved))), float(levels.abs_().sum()))
+        self.bytes()[rows] = packed
+        asked = levels.abs_().clamp_(max=self.grid.levels).sum(dtype=torch.float64)
+        return Moved(int(torch.count_nonzero(codes.bitwise_xor_(moved))), float(asked))
 
     def saturated(self) -> int:
         """Codes at the edges of the grid."""

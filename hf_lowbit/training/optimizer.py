@@ -8,6 +8,8 @@ states would not survive that.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -43,7 +45,8 @@ class DQTOptimizer(Optimizer):
         last_step: what the last step did, by weight.
 
     Raises:
-        TypeError, ValueError: for unknown options and values out of range.
+        TypeError, ValueError: for unknown options and values out of range, and for parameters that FSDP has sharded or
+            shards later (then at the first step).
     """
 
     def __init__(
@@ -65,6 +68,9 @@ class DQTOptimizer(Optimizer):
         self._groups: dict[str, int] = {}
         self._released: dict[str, object] = {}
         self._release = release_gradients
+        self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+            _refuse_shards("accelerate is set up for FSDP")
         if isinstance(params, nn.Module):
             params = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -82,6 +88,8 @@ class DQTOptimizer(Optimizer):
         for position, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
                 continue
+            if _is_sharded(parameter):
+                _refuse_shards(f"`{names[position] if names else position}` is a shard of FSDP or tensor parallelism")
             name = names[position] if names else f"{len(self.param_groups) - 1}.{position}"
             self._updater.add(name, parameter)
             leaf = list(self._updater.leaves.values())[-1]
@@ -98,6 +106,7 @@ class DQTOptimizer(Optimizer):
                 loss = closure()
         if self._released:
             return self._finish_released(loss)
+        self._check_replaced()
         self.last_step = self._updater.step(self._rates)
         return loss
 
@@ -112,6 +121,20 @@ class DQTOptimizer(Optimizer):
         if saved is None:
             raise ValueError("the state dict is not one of DQTOptimizer; load one that it saved.")
         self._updater.load(saved)
+
+    def _check_replaced(self) -> None:
+        """Raise ValueError when the parameters are no longer those of the model: sharding after the optimizer was made
+        puts others in their place, and these would never see a gradient."""
+        ours = {id(leaf.parameter) for leaf in self._updater.leaves.values()}
+        held = [p for group in self.param_groups for p in group["params"]]
+        model = self._model() if self._model is not None else None
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if model is not None and distributed:
+            held += model.parameters()
+        if any(parameter.requires_grad and id(parameter) not in ours for parameter in held):
+            _refuse_shards("the model's parameters were replaced after the optimizer was made")
+        if distributed and all(leaf.parameter.grad is None for leaf in self._updater.leaves.values()):
+            _refuse_shards("no parameter has a gradient, as when a model is sharded after its optimizer was made")
 
     def _rates(self, leaf: Leaf) -> tuple[float, float]:
         group = self.param_groups[self._groups[leaf.name]]
@@ -149,3 +172,15 @@ class DQTOptimizer(Optimizer):
                     self._updater.move(leaf, *self._rates(leaf))
         self.last_step = Step(skipped, {} if skipped else moved)
         return loss
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Is it one process's part of a parameter (a DTensor, or FSDP 1's flat parameter)?"""
+    return hasattr(parameter, "device_mesh") or type(parameter).__name__ == "FlatParameter"
+
+
+def _refuse_shards(found: str) -> None:
+    raise ValueError(
+        f"{found}: packed weights can't be sharded, and float shards of them would be trained in their place. Train "
+        "with DDP, which keeps whole replicas."
+    )

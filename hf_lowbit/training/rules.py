@@ -33,6 +33,9 @@ class Rule(Protocol):
     def direction(self, grad: Tensor, moments: Moments, t: int) -> tuple[Tensor, Moments]:
         """u of w' = w - rate * u and the new moments, for step t = 1, 2, ...; changes nothing it is given."""
 
+    def constants(self, t: int) -> directions.Constants | None:
+        """What a fused kernel (`functional/update.py`) multiplies with at step t; None for rules that none has."""
+
     def rate(self, lr: float, t: int, weight_rms: Callable[[], float], u: Tensor) -> float:
         """The factor of u; `weight_rms()` is the weight's root mean square, computed when asked for."""
 
@@ -62,6 +65,9 @@ class AdamW(_Elementwise):
         u, m, v = directions.adamw(grad, moments["m"], moments["v"], t, self.betas, self.eps)
         return u, {"m": m, "v": v}
 
+    def constants(self, t):
+        return directions.adamw_constants(t, self.betas, self.eps)
+
 
 @dataclass(frozen=True)
 class Lion(_Elementwise):
@@ -76,6 +82,9 @@ class Lion(_Elementwise):
     def direction(self, grad, moments, t):
         u, m = directions.lion(grad, moments["m"], self.betas)
         return u, {"m": m}
+
+    def constants(self, t):
+        return directions.lion_constants(self.betas)
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,9 @@ class Momentum(_Elementwise):
     def direction(self, grad, moments, t):
         u, m = directions.momentum(grad, moments["m"], t, self.momentum, self.nesterov)
         return u, {"m": m}
+
+    def constants(self, t):
+        return directions.momentum_constants(t, self.momentum, self.nesterov)
 
 
 @dataclass(frozen=True)
@@ -112,12 +124,26 @@ class Adafactor:
         u, row, column = directions.adafactor(grad, moments["row"], moments["column"], *arguments)
         return u, {"row": row, "column": column}
 
+    def constants(self, t):
+        return None
+
     def rate(self, lr, t, weight_rms, u):
         return max(self.eps[1], weight_rms()) * min(lr, t**-0.5)
 
 
+class _Layerwise:
+    """What rules share whose step depends on the size of the layer's weight; no fused kernel has one."""
+
+    vectors: ClassVar[dict[str, int]] = {}
+    whole: ClassVar[bool] = True
+    layerwise: ClassVar[bool] = True
+
+    def constants(self, t):
+        return None
+
+
 @dataclass(frozen=True)
-class Lars:
+class Lars(_Layerwise):
     """Momentum at a rate of each layer's own (You et al. 2017): under stochastic rounding every layer then changes a
     similar share of its codes in a step. Its learning rate is of the order of 10 (`functional/trust.py`)."""
 
@@ -126,9 +152,6 @@ class Lars:
     eps: float = 0.0
     lr_in_momentum: bool = True
     moments: ClassVar[dict[str, bool]] = {"m": True}
-    vectors: ClassVar[dict[str, int]] = {}
-    whole: ClassVar[bool] = True
-    layerwise: ClassVar[bool] = True
 
     def __post_init__(self):
         if not 0 <= self.momentum < 1:
@@ -144,15 +167,12 @@ class Lars:
 
 
 @dataclass(frozen=True)
-class Lamb:
+class Lamb(_Layerwise):
     """Adam's direction, as long as the layer's weight times the learning rate (You et al. 2020)."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     moments: ClassVar[dict[str, bool]] = {"m": True, "v": False}
-    vectors: ClassVar[dict[str, int]] = {}
-    whole: ClassVar[bool] = True
-    layerwise: ClassVar[bool] = True
 
     def __post_init__(self):
         _check_betas(self.betas)

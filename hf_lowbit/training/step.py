@@ -3,6 +3,9 @@
 For each chunk of rows: moments to float32, direction, moments back, move. Nothing larger than a chunk is float32, so a
 weight is never dense in memory; rules that need the whole matrix get the gradient's matrix, one weight at a time. The
 result does not depend on the chunks: noise belongs to the element.
+
+Where a fused kernel accepts a low-bit weight it does all of that in one pass, with the same bits
+(`functional/update.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..functional.noise import column_words, key_of, more_words, row_words, words
-from .leaves import Leaf, Moved, ScaleLeaf
+from ..functional.update import Step, Update, UpdateKernel, Weight, choose_update
+from .leaves import CodesLeaf, Leaf, Moved, ScaleLeaf
 from .rules import Rule
 from .states import States
 
@@ -31,6 +35,12 @@ def step_leaf(
     """
     states.tensors["t"] += 1
     t = states.tensors["t"]
+    kernel = fused(leaf, grad.dtype, rule, states)
+    if kernel is not None:
+        weight = Weight(leaf.bytes(), leaf.parameter.scale, leaf.parameter.zero_point)
+        constants = rule.constants(t)
+        made = Step(constants, key_of(seed, step, leaf.name), -rule.rate(lr, t, leaf.weight_rms, None), lr * decay)
+        return Moved(*kernel.run(describe(leaf, grad.dtype, rule, states), weight, grad, states.tensors, made))
     device = grad.device
     per_chunk = leaf.rows if rule.whole else max(1, chunk_size(device) // max(1, leaf.columns))
     noisy = leaf.needs_noise or states.needs_noise
@@ -53,6 +63,20 @@ def step_leaf(
         moved = leaf.move(rows, u.mul_(-rate), 0.0 if layerwise else lr * decay, word)
         changed, levels = changed + moved.changed, levels + moved.levels
     return Moved(changed, levels)
+
+
+def describe(leaf: CodesLeaf, grad_dtype: torch.dtype, rule: Rule, states: States) -> Update:
+    """What the choice of a kernel depends on."""
+    constants, scheme = rule.constants(1), leaf.packed.scheme
+    return Update(
+        None if constants is None else constants.rule, states.bits, scheme.bits, scheme.block, leaf.rows, leaf.columns,
+        grad_dtype, leaf.parameter.scale.dtype, leaf.parameter.device.type,
+    )  # fmt: skip
+
+
+def fused(leaf: Leaf, grad_dtype: torch.dtype, rule: Rule, states: States) -> UpdateKernel | None:
+    """The kernel that moves `leaf`, or None for torch."""
+    return choose_update(describe(leaf, grad_dtype, rule, states)) if isinstance(leaf, CodesLeaf) else None
 
 
 def chunk_size(device: torch.device) -> int:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from ..functional.update import UpdateKernel, explain_update
 from ..nn.slot import CodesParameter
 from .leaves import CodesLeaf, Leaf, Moved, make_leaf
 from .rules import make_rule
 from .states import States, check_state_bits
-from .step import step_leaf
+from .step import describe, fused, step_leaf
 
 
 # wrappers that put a prefix before a parameter's name
@@ -94,13 +96,29 @@ class Updater:
         self.begin()
         leaves = [leaf for leaf in self.leaves.values() if leaf.parameter.grad is not None]
         threads = torch.get_num_threads()
+        # a fused kernel shares out the rows of one weight among all threads
+        moved = {leaf.name: self.move(leaf, *rates(leaf)) for leaf in leaves if self.kernel(leaf) is not None}
+        leaves = [leaf for leaf in leaves if leaf.name not in moved]
         if threads > 1 and len(leaves) > 1 and leaves[0].parameter.device.type == "cpu":
             # a weight a thread: torch's own threads would meet at a barrier in every one of the many small operations
+            contexts = [copy_context() for _ in leaves]  # a forced kernel is forced in the threads too
             with ThreadPoolExecutor(threads) as pool:
-                moved = list(pool.map(lambda leaf: self.move(leaf, *rates(leaf)), leaves))
+                found = list(pool.map(lambda c, leaf: c.run(self.move, leaf, *rates(leaf)), contexts, leaves))
         else:
-            moved = [self.move(leaf, *rates(leaf)) for leaf in leaves]
-        return Step(moved={leaf.name: m for leaf, m in zip(leaves, moved, strict=True) if isinstance(leaf, CodesLeaf)})
+            found = [self.move(leaf, *rates(leaf)) for leaf in leaves]
+        moved |= {leaf.name: m for leaf, m in zip(leaves, found, strict=True) if isinstance(leaf, CodesLeaf)}
+        return Step(moved=moved)
+
+    def kernel(self, leaf: Leaf) -> UpdateKernel | None:
+        """The fused kernel that moves a weight which has a gradient, or None for torch."""
+        return fused(leaf, leaf.parameter.grad.dtype, self.rule, self.states(leaf))
+
+    def kernels(self, grad_dtype: torch.dtype = torch.float32) -> dict[str, list[tuple[str, str]]]:
+        """For each low-bit weight the kernels in the order tried, with why not; the last one runs."""
+        return {
+            leaf.name: explain_update(describe(leaf, grad_dtype, self.rule, self.states(leaf)))
+            for leaf in self.codes()
+        }
 
     def begin(self) -> None:
         """Count a step that is going to be made."""

@@ -263,3 +263,16 @@ def test_several_schemes_are_one_row_each(dense_folder):
 )
 def test_task_and_loader_come_from_transformers(architecture, tag, loader):
     assert task.describe(architecture) == (tag, loader)
+
+
+def test_trained_codes_are_not_called_rounded(dense_folder, tmp_path):
+    """Neither while they are trained, nor frozen, nor loaded again."""
+    config = lb.DQTConfig(bits=8, forward_bits="ternary")
+    model = AutoModelForCausalLM.from_pretrained(dense_folder, quantization_config=config)
+    cards = [str(render_card(model, online=False))]
+    cards.append(str(render_card(lb.freeze(model), online=False)))
+    model.save_pretrained(tmp_path / "frozen")
+    cards.append(str(render_card(tmp_path / "frozen", online=False)))
+    cards.append(str(render_card(AutoModelForCausalLM.from_pretrained(tmp_path / "frozen"), online=False)))
+    for card in cards:
+        assert "Direct Quantized Training" in card and "round to nearest" not in card

@@ -85,6 +85,7 @@ def test_two_processes_build_at_once(tmp_path):
         "lowbit_linear": 0,
         "lowbit_rows": 0,
         "lowbit_experts": 0,
+        "lowbit_update": 0,
     }
     (sources / "lowbit_cpu.c").write_text(
         "\n".join(

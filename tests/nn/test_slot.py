@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import hf_lowbit as lb
 from hf_lowbit.configs.scheme import Scheme
 from hf_lowbit.functional.grid import BITS
 from hf_lowbit.nn.packed import PackedWeight, quantize_weight
@@ -135,3 +136,51 @@ def test_like_tensors_are_plain():
     weight = make(dtype=torch.bfloat16)
     for made in (torch.zeros_like(weight), torch.empty_like(weight), weight.new_zeros(3), torch.ones_like(weight)):
         assert type(made) is torch.Tensor and made.dtype == torch.bfloat16
+
+
+WRITES = {
+    "index": lambda w: w[0].zero_(),
+    "item": lambda w: w[0].__setitem__(1, 3.0),
+    "flat": lambda w: w.view(-1).mul_(2),
+    "transposed": lambda w: w.t().copy_(torch.zeros_like(w.t())),
+    "view-of-a-view": lambda w: w.view(-1)[:4].unsqueeze(0).add_(1),
+    "narrow": lambda w: w.narrow(0, 0, 2).fill_(1.0),
+    "chunks": lambda w: w.chunk(2)[1].zero_(),
+    "unbind": lambda w: w.unbind(0)[0].zero_(),
+    "data": lambda w: w.data.view(-1).zero_(),
+    "detached": lambda w: w.detach()[1:].zero_(),
+    "out": lambda w: torch.add(w[0], 1, out=w[0]),
+    "init": lambda w: torch.nn.init.normal_(w[:2]),
+}
+
+
+@pytest.mark.parametrize("name", list(WRITES))
+def test_writing_into_a_view_raises(name):
+    """A view is a copy: the write would be lost."""
+    weight = lb.quantize(torch.nn.Sequential(torch.nn.Linear(8, 6)), lb.DQTConfig(bits=8))[0].weight
+    before = weight.dense().clone()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="trained by direct updates only"):
+        WRITES[name](weight)
+    assert torch.equal(weight.dense(), before)
+
+
+def test_views_are_read_like_any_tensor():
+    weight = lb.quantize(torch.nn.Sequential(torch.nn.Linear(8, 6)), lb.DQTConfig(bits=8))[0].weight
+    dense = weight.dense()
+    view = weight.detach()[1:3].t()
+    expected = dense[1:3].t()
+    assert torch.equal(view + 0, expected) and view.tolist() == expected.tolist()
+    assert (view.numpy() == expected.numpy()).all() and view[0, 0].item() == expected[0, 0].item()
+    assert torch.equal(torch.cat([view, view]), torch.cat([expected, expected]))
+    assert torch.equal(torch.ones(2, 8) @ view, torch.ones(2, 8) @ expected)
+    copied = view.clone()
+    copied.zero_()
+    assert not copied.any() and str(float(expected[0, 0]))[:4] in repr(view)
+
+
+def test_gradients_flow_through_views():
+    weight = lb.quantize(torch.nn.Sequential(torch.nn.Linear(8, 6)), lb.DQTConfig(bits=8))[0].weight
+    (weight.t()[2:4] * 3).sum().backward()
+    expected = torch.zeros(6, 8)
+    expected[:, 2:4] = 3
+    assert torch.equal(weight.grad, expected)

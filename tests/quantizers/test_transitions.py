@@ -215,3 +215,12 @@ def test_card_of_a_trainable_checkpoint(trainable_folder):
     assert from_checkpoint(folder).bits == [8]
     card = str(render_card(folder, online=False))
     assert "the codes themselves are trained" in card and "their ternary form" in card
+
+
+def test_where_codes_came_from_is_read_back_and_checked():
+    config = lb.DQTConfig(bits=8).frozen()
+    assert config.origin == "dqt"
+    assert lb.LowBitConfig.from_dict(config.to_dict()) == config
+    assert "origin" not in lb.LowBitConfig().to_dict()
+    with pytest.raises(ValueError, match="`origin`='magic'"):
+        lb.LowBitConfig(origin="magic")

@@ -200,3 +200,40 @@ def test_adapters_are_not_merged_into_codes(tmp_path):
 def test_wrong_arguments_are_named_at_once(fields, match):
     with pytest.raises((TypeError, ValueError), match=match):
         lb.DQTCallback(**fields)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_optimizer_of_a_sharded_model(one_process):
+    from torch.distributed.fsdp import fully_shard
+
+    made = model(bits=8)
+    fully_shard(made)
+    with pytest.raises(ValueError, match=r"shard of FSDP.*Train with DDP"):
+        lb.DQTOptimizer(made)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "parameters"])
+def test_model_that_is_sharded_after_its_optimizer_was_made(one_process, whole):
+    """The optimizer would hold weights that nobody uses, and train nothing."""
+    from torch.distributed.fsdp import fully_shard
+
+    made = model(bits=8)
+    optimizer = lb.DQTOptimizer(made if whole else list(made.named_parameters()))
+    fully_shard(made)
+    ids = torch.arange(8)[None]
+    with pytest.raises(ValueError, match="Train with DDP"):
+        made(input_ids=ids, labels=ids)
+    with pytest.raises(ValueError, match="Train with DDP"):
+        optimizer.step()
+
+
+def test_optimizer_where_accelerate_shards(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP"):
+        lb.DQTOptimizer(model(bits=8))

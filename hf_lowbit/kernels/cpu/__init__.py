@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...functional.dispatch import Kernel, Problem, register_kernel
 from ...functional.linear import reference_linear
-from . import blocks, library, rows  # noqa: F401
+from . import blocks, library, rows, update  # noqa: F401
 from .record import TIERS, TYPES, record_of, refuse_tier
 
 

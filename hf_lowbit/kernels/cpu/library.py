@@ -59,6 +59,25 @@ class BlocksRecord(ctypes.Structure):
     ]  # fmt: skip
 
 
+class UpdateRecord(ctypes.Structure):
+    """`struct lowbit_update` of csrc/lowbit_update.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "field", "offset", "qmin", "qmax", "group", "scale_stride", "scale_type", "rows", "columns", "row_bytes",
+            "grad_type", "grad_row", "grad_column", "rule", "first", "nesterov", "state_bits", "blocks", "width",
+            "state_row", "row_key", "column_key", "threads",
+        )),
+        *((name, ctypes.c_double) for name in (
+            "beta1", "rest1", "beta2", "rest2", "eps", "factor", "rate", "decay",
+        )),
+        *((name, ctypes.c_void_p) for name in ("stored", "scale", "zero", "grad")),
+        ("m_codes", ctypes.c_void_p), ("m_base", ctypes.c_void_p), ("m_signed", ctypes.c_int64),
+        ("v_codes", ctypes.c_void_p), ("v_base", ctypes.c_void_p), ("v_signed", ctypes.c_int64),
+        ("changed", ctypes.c_int64), ("levels", ctypes.c_int64),
+    ]  # fmt: skip
+
+
 class Loaded(NamedTuple):
     """The library, or the reason for its absence. `linear` is `lowbit_linear` and so on, `features` what the processor
     has."""
@@ -70,6 +89,7 @@ class Loaded(NamedTuple):
     rows: Callable[..., int] | None = None
     experts: Callable[..., int] | None = None
     block_linear: Callable[..., int] | None = None
+    update: Callable[..., int] | None = None
 
 
 _loaded: Loaded | None = None
@@ -128,7 +148,9 @@ def _open(path: Path) -> Loaded:
     )
     block_linear = handle.lowbit_block_linear
     block_linear.argtypes = [pointer, number]
-    return Loaded(handle, str(path), handle.lowbit_features(), linear, rows, experts, block_linear)
+    update = handle.lowbit_update
+    update.argtypes = [pointer, number]
+    return Loaded(handle, str(path), handle.lowbit_features(), linear, rows, experts, block_linear, update)
 
 
 def _build(reasons: list[str]) -> Path | None:
