@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .compress.inspect import inspect
     from .compress.report import report
     from .configs import DQTConfig, LowBitConfig, Scheme
+    from .exports import export
     from .hub import push_to_hub
     from .nn.codes import codes
     from .quantizers.freeze import freeze
@@ -33,6 +34,7 @@ __all__ = [
     "LowBitConfig",
     "Scheme",
     "codes",
+    "export",
     "freeze",
     "inspect",
     "merge_as",
@@ -50,6 +52,7 @@ _HOMES = {
     "LowBitConfig": "configs",
     "Scheme": "configs",
     "codes": "nn.codes",
+    "export": "exports",
     "freeze": "quantizers.freeze",
     "inspect": "compress.inspect",
     "merge_as": "quantizers.merging",

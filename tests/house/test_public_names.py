@@ -38,6 +38,7 @@ PROMISED = {
     "LowBitConfig",
     "Scheme",
     "codes",
+    "export",
     "freeze",
     "inspect",
     "merge_as",
@@ -52,6 +53,7 @@ FIRST_PARAMETERS = {
     "DQTCallback": ["optimizer", "state_bits", "seed"],
     "DQTConfig": ["bits", "group_size", "forward_bits", "activation_bits", "modules_to_not_convert"],
     "DQTOptimizer": ["params", "lr", "optimizer", "state_bits"],
+    "export": ["model_or_dir", "output_dir", "format"],
     "freeze": ["model"],
     "LowBitConfig": [
         "bits",
