@@ -2,18 +2,23 @@
 
     ratio = median seconds of F.linear / median seconds of the low-bit product,   both in one interleaved loop
 
+where F.linear is bfloat16, as x is, and float32 on tiers whose processors can't multiply that (WITHOUT_BFLOAT16).
+
 Weights stand in a ring larger than the caches, so that each call reads its weights from memory, as a model does: a
 ring of R matrices, call i uses matrix i mod R. Calls of all candidates alternate in random order; a disturbance hits
 all alike. The time is that of `functional.linear`, what a layer calls, Python included.
 
-Candidates: every scheme below on every tier of this processor, forced one by one; with `--peers` the layers of other
-libraries too, in the same loop (`peers/products.py`). The dense references are bfloat16 and float32. A run on a busy
-machine is not recorded: see `record.is_quiet`.
+A tier stands for processors that have no better one, so torch is held to its instructions too (TORCH_OF), in a process
+of its own: that is what users there compare with. Candidates: every scheme below on every tier of this processor,
+forced one by one; with `--peers` the layers of other libraries too, in the same loop (`peers/products.py`). A run on a
+busy machine is not recorded: see `record.is_quiet`.
 """
 
 import argparse
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 
@@ -45,9 +50,19 @@ SCHEMES = {
     "ternary float": ("ternary", "tensor", False),
 }
 PARAMETERS = 150e6
+# tier -> what keeps torch's libraries to the instructions of its processors
+TORCH_OF = {
+    "cpu-avx512vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "cpu-avxvnni": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2",
+    },
+    "cpu-avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+}  # fmt: skip
 # seconds for one shape and number of rows
 BUDGET = 4.0
 LEAST, MOST = 7, 200
+
+WITHOUT_BFLOAT16 = ("cpu-avxvnni", "cpu-avx2")
 
 
 def tiers() -> list[str]:
@@ -118,16 +133,22 @@ def measure(record, tier, shape, parameters, others=None):
             if others is not None:
                 further, left_out = others(shape, count)
                 functions |= further
+        x = torch.randn(rows, shape[1]).bfloat16()
+        with use_kernel(tier):
+            # a kernel that keeps copies makes them at the first call of each weight
+            for i in range(count if tier == "torch-native" and rows < 512 else 1):
+                for function in functions.values():
+                    function(x, i)
         with watch() as spent, use_kernel(tier):
-            stream = stream_gb_per_s()
-            seconds = medians(functions, torch.randn(rows, shape[1]).bfloat16())
+            # memory is as fast whatever the instructions are, but torch's bfloat16 needs AVX512 to show it
+            stream = stream_gb_per_s() if "ATEN_CPU_CAPABILITY" not in TORCH_OF.get(tier, ()) else None
+            seconds = medians(functions, x)
         if not is_quiet(spent.others, stream):
-            print(f"{key}: thrown away, the machine is busy ({spent.others:.1f} cores, {stream:.1f} GB/s)", flush=True)
+            print(f"{key}: thrown away, the machine is busy ({spent.others:.1f} cores, {stream} GB/s)", flush=True)
             continue
-        figures = {
-            name: {"us": round(s * 1e6, 1), "ratio": round(seconds["bf16"] / s, 2)} for name, s in seconds.items()
-        }
-        quiet = {"stream": round(stream, 1), "others": round(spent.others or 0.0, 2)}
+        dense = seconds["fp32" if tier in WITHOUT_BFLOAT16 else "bf16"]
+        figures = {name: {"us": round(s * 1e6, 1), "ratio": round(dense / s, 2)} for name, s in seconds.items()}
+        quiet = {"stream": stream and round(stream, 1), "others": round(spent.others or 0.0, 2)}
         record.add(key, {**quiet, "products": figures, "left_out": left_out})
         print(key, " ".join(f"{name}: {f['ratio']}" for name, f in figures.items()), flush=True)
 
@@ -141,9 +162,19 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    protocol = {"shapes": SHAPES, "rows": ROWS, "schemes": SCHEMES, "parameters": PARAMETERS, "threads": 1}
+    protocol = {
+        "shapes": SHAPES,
+        "rows": ROWS,
+        "schemes": SCHEMES,
+        "parameters": PARAMETERS,
+        "threads": 1,
+        "torch_of": TORCH_OF,
+    }
     # rows with peers are rows of their own: another loop
     record = Record("linear-peers" if arguments.peers else "linear", protocol, arguments.restart)
+    if arguments.restart:
+        # a process of another tier continues the file
+        record.save()
     chosen = arguments.tier or [name for name in tiers() if name != "cpu-portable"]
     chosen = chosen[:1] if arguments.peers else chosen
     others = products.candidates if arguments.peers else None
@@ -151,6 +182,14 @@ def main() -> int:
           f"{len(chosen) * len(SHAPES) * len(ROWS) * (BUDGET + 3) / 60:.0f} minutes.", flush=True)  # fmt: skip
     until = time.perf_counter() + arguments.minutes * 60
     for tier in chosen:
+        limits = TORCH_OF.get(tier, {})
+        if any(os.environ.get(name) != value for name, value in limits.items()):
+            # torch reads them when it starts
+            left = f"--minutes={(until - time.perf_counter()) / 60:.1f}"
+            command = [sys.executable, "-m", "benchmarks.linear", f"--tier={tier}", left]
+            subprocess.run(command + ["--peers"] * arguments.peers, env={**os.environ, **limits}, check=True)
+            record = Record(record.path.stem, protocol)
+            continue
         for shape in SHAPES:
             if time.perf_counter() > until:
                 print("Time is up; run this again to continue.")

@@ -11,6 +11,7 @@ import math
 import statistics
 from pathlib import Path
 
+from benchmarks.linear import WITHOUT_BFLOAT16
 from benchmarks.record import RESULTS, ROOT
 
 
@@ -102,18 +103,20 @@ def shuffles_line(rows: dict) -> str:
 
 
 def products_table(rows: dict) -> str:
-    """Speed against bfloat16 of each kernel and scheme, worst shape to best; a column for each number of rows."""
+    """Speed against torch's product (WITHOUT_BFLOAT16 says which) of each kernel and scheme, worst shape to best."""
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for key, row in rows.items():
         kernel, _, many = key.split()
+        dense = row["products"]["fp32" if kernel in WITHOUT_BFLOAT16 else "bf16"]["us"]
         for name, product in row["products"].items():
-            if name != "bf16":
-                ratios = found.setdefault((kernel if name != "fp32" else "torch", name), {})
-                ratios.setdefault(int(many.removeprefix("M=")), []).append(product["ratio"])
+            scheme = f"torch {name}" if name in ("bf16", "fp32") else name
+            found.setdefault((kernel, scheme), {}).setdefault(int(many.removeprefix("M=")), []).append(
+                dense / product["us"]
+            )
     every = sorted({many for ratios in found.values() for many in ratios})
     body = [
         [kernel, name, *(span(ratios[many]) if many in ratios else "" for many in every)]
-        for (kernel, name), ratios in sorted(found.items(), key=lambda item: (item[0][0] == "torch", item[0][0]))
+        for (kernel, name), ratios in found.items()
     ]
     return table(["kernel", "scheme", *(f"M={many}" for many in every)], body)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .digest import check_digest, modules_digest
 from .scheme import Scheme
 
 
@@ -70,6 +71,7 @@ class LowBitConfig(QuantizationConfigMixin):
         dequantize: bool = False,
         **kwargs,
     ):
+        digest = kwargs.pop("modules_digest", None)
         _check_rest(kwargs, type(self))
         self.quant_method = QUANT_METHOD
         if isinstance(bits, float):
@@ -97,6 +99,7 @@ class LowBitConfig(QuantizationConfigMixin):
         self.budget = budget
         self.calibration = calibration
         self.modules, self.shapes = _read_modules(modules, self.group_size)
+        check_digest(digest, self.modules, self.shapes)
         self.modules_to_not_convert = _read_names(modules_to_not_convert)
         self.dequantize = dequantize
 
@@ -130,6 +133,8 @@ class LowBitConfig(QuantizationConfigMixin):
                   "group_size": self.group_size, "symmetric": self.symmetric, "activations": self.activations,
                   "method": self.method, "modules": modules,
                   "modules_to_not_convert": list(self.modules_to_not_convert)}  # fmt: skip
+        if self.is_resolved:
+            output["modules_digest"] = modules_digest(self.modules, self.shapes)
         if self.dequantize:
             output["dequantize"] = True
         return output

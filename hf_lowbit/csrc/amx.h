@@ -20,11 +20,6 @@
 #define TILE_ROWS 16
 /* rows of W, and most rows of x, in one pass: 2 x 2 tiles */
 #define PASS_ROWS 32
-/* rows of W, and most rows of x, in one pass: 2 x 2 tiles */
-#define PASS_ROWS 32
-/* up to so many rows of x, the kernels without tiles are as fast (measured) */
-#define AMX_FEW_ROWS 4
-#define AMX_FEW_FLOAT_ROWS 1
 #define CHUNK_UNITS 4
 #define CHUNK_BYTES (PASS_ROWS * CHUNK_UNITS * 64)
 /* chunks of weights fetched ahead, so that memory has time to answer */

@@ -99,5 +99,5 @@ static int amx_linear_bf16(const struct lowbit_call *c) {
     struct amx_job job = amx_plan(c, 32);
     int every = !p->grouped || p->group % 128 == 0 ? 2 : p->group % 64 == 0 ? 1 : 0;
     job.widen = table[p->field == 8 ? 3 : p->field - 2][every];
-    return amx_run(&job, amx_prepare_bf16, amx_range);
+    return amx_run(&job, amx_prepare_bf16, job.tiles > job.tiles_a_block ? amx_slabs_range : amx_range);
 }

@@ -20,6 +20,7 @@
         } \
     } while (0)
 #define CLEAR(C0, C1) do { _tile_zero(C0); _tile_zero(C1); } while (0)
+#define READ_IN(C0, C1, from) do { _tile_loadd(C0, from, 64); _tile_loadd(C1, (from) + 256, 64); } while (0)
 #define READ_OUT(C0, C1, out) do { _tile_stored(C0, out, 64); _tile_stored(C1, (out) + 256, 64); } while (0)
 
 /* y[tile of x][row of W] += s (sums of group g - z times the sums of x); scale and shift: [G][PANEL] */
@@ -37,6 +38,43 @@ INLINE void amx_scale_sums(const struct amx_job *job, const int32_t *waiting, fl
     }
 }
 
+/* y [M, N] of tiles of x from `tile` and 32 rows of W from n: [MT][32 rows of W][16 rows of x] sums, and as many to add to them;
+ * `scale` as in `amx_pass` */
+INLINE void amx_store(const struct amx_job *job, const void *sums, const void *second, const float *scale, int64_t n, int64_t tile,
+                      const int MT, const int grouped, const int bf16) {
+    const struct lowbit_call *c = job->c;
+    const struct lowbit_problem *p = c->p;
+    const float *shift = scale + p->groups * PANEL, *bias = shift + p->groups * PANEL;
+    for (int j = 0; j < 2 * MT; j++) {
+        int64_t row = n + j % 2 * TILE_ROWS, m = (tile + j / 2) * TILE_ROWS;
+        if (row >= p->rows) continue;
+        vf out[TILE_ROWS], t = load_f(job->t + m);
+        vi row_sums = job->sums && !grouped ? to_i(load_f(job->sums + m)) : zero_i();
+        UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+            int at = (j * TILE_ROWS + r) * LANES, from = j % 2 * TILE_ROWS + r;
+            if (grouped) out[r] = load_f((const float *)sums + at);
+            else if (bf16) {
+                out[r] = load_f((const float *)sums + at);
+                if (second) out[r] = add_f(out[r], load_f((const float *)second + at));
+                if (!p->grouped) out[r] = mul_f(out[r], set_f(scale[from]));
+            } else {
+                vi sum = load((const int32_t *)sums + at);
+                if (second) sum = add_i(sum, load((const int32_t *)second + at));
+                if (job->sums) sum = sub_i(sum, mul_i(set_i((int32_t)shift[from]), row_sums));
+                out[r] = mul_f(to_f(sum), set_f(scale[from]));
+            }
+            if (!bf16) out[r] = mul_f(out[r], t);
+            if (c->bias) out[r] = add_f(out[r], set_f(bias[from]));
+        }
+        vi words[TILE_ROWS];
+        UNROLL for (int r = 0; r < TILE_ROWS; r++) words[r] = from_f(out[r]);
+        transpose(words);
+        int columns = (int)min64(p->rows - row, TILE_ROWS);
+        UNROLL for (int r = 0; r < TILE_ROWS; r++)
+            if (m + r < c->m) store_rounded(c->y, p->type, (m + r) * p->rows + row, as_f(words[r]), columns);
+    }
+}
+
 /* tiles of x from `tile`, 32 rows of W from n. `scale`: [G][PANEL], then as many zero points and PANEL biases. `panel`: room for all chunks, or for 2 when this is the only pass; `first`:
  * they are still to be widened */
 INLINE void amx_pass(const struct amx_job *job, char *panel, const float *scale, int64_t n, int64_t tile, int first, int only,
@@ -49,7 +87,7 @@ INLINE void amx_pass(const struct amx_job *job, char *panel, const float *scale,
     const char *x = job->x + tile * size;
     _Alignas(64) int32_t waiting[2][2 * PASS_ROWS * LANES];
     _Alignas(64) float y[2 * PASS_ROWS * LANES];
-    const float *shift = scale + p->groups * PANEL, *bias = shift + p->groups * PANEL;
+    const float *shift = scale + p->groups * PANEL;
     int set = 0;
     if (grouped) for (int i = 0; i < MT * PASS_ROWS; i++) store_f(y + i * LANES, zero_f());
     CLEAR(0, 1);
@@ -83,39 +121,9 @@ INLINE void amx_pass(const struct amx_job *job, char *panel, const float *scale,
     if (!grouped) { READ_OUT(0, 1, waiting[0]); READ_OUT(2, 3, MT == 1 ? waiting[1] : waiting[0] + PASS_ROWS * LANES); }
     else if (job->sums) amx_scale_sums(job, waiting[(g - 1) & 1], y, scale, shift, tile, g - 1, MT, 1);
     else amx_scale_sums(job, waiting[(g - 1) & 1], y, scale, shift, tile, g - 1, MT, 0);
-    for (int j = 0; j < 2 * MT; j++) {
-        int64_t row = n + j % 2 * TILE_ROWS, m = (tile + j / 2) * TILE_ROWS;
-        if (row >= p->rows) continue;
-        vf out[TILE_ROWS], t = load_f(job->t + m);
-        vi row_sums = job->sums && !grouped ? to_i(load_f(job->sums + m)) : zero_i();
-        UNROLL for (int r = 0; r < TILE_ROWS; r++) {
-            int at = (j * TILE_ROWS + r) * LANES, from = j % 2 * TILE_ROWS + r;
-            if (grouped) out[r] = load_f(y + at);
-            else if (bf16) {
-                out[r] = load_f((float *)waiting[0] + at);
-                if (MT == 1) out[r] = add_f(out[r], load_f((float *)waiting[1] + at));
-                if (!p->grouped) out[r] = mul_f(out[r], set_f(scale[from]));
-            } else {
-                vi sum = load(waiting[0] + at);
-                if (MT == 1) sum = add_i(sum, load(waiting[1] + at));
-                if (job->sums) sum = sub_i(sum, mul_i(set_i((int32_t)shift[from]), row_sums));
-                out[r] = mul_f(to_f(sum), set_f(scale[from]));
-            }
-            if (!bf16) out[r] = mul_f(out[r], t);
-            if (c->bias) out[r] = add_f(out[r], set_f(bias[from]));
-        }
-        vi words[TILE_ROWS];
-        UNROLL for (int r = 0; r < TILE_ROWS; r++) words[r] = from_f(out[r]);
-        transpose(words);
-        int columns = (int)min64(p->rows - row, TILE_ROWS);
-        UNROLL for (int r = 0; r < TILE_ROWS; r++)
-            if (m + r < c->m) store_rounded(c->y, p->type, (m + r) * p->rows + row, as_f(words[r]), columns);
-    }
+    const void *second = !grouped && MT == 1 ? waiting[1] : NULL;
+    amx_store(job, grouped ? (const void *)y : waiting[0], second, scale, n, tile, MT, grouped, bf16);
 }
-#undef MULTIPLY
-#undef PRODUCT
-#undef CLEAR
-#undef READ_OUT
 
 #define PASS(name, MT, grouped, bf16) \
     static void amx_pass_##name##_##MT(const struct amx_job *job, char *panel, const float *scale, int64_t n, \

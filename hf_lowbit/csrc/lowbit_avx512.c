@@ -29,6 +29,7 @@ TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,avx2
 #include "amx.h"
 #include "lookup.h"
 #include "amx_product.h"
+#include "amx_slabs.h"
 #include "amx_int8.h"
 #include "amx_bf16.h"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor, nn
 
 from .packed import LowBitModule
@@ -23,7 +25,8 @@ def codes(module: nn.Module, parameter: str | None = None) -> tuple[Tensor, Tens
         int8 of the scale's shape, or None on symmetric grids.
 
     Raises:
-        TypeError: when the module is not low-bit. ValueError: when `parameter` must be given or does not exist.
+        TypeError: when the module is not low-bit. ValueError: when `parameter` must be given or does not exist, or the
+            weight is on the meta device and nobody knows its numbers. Weights that accelerate offloaded are fetched.
     """
     if not isinstance(module, LowBitModule) or not module.lowbit:
         raise TypeError(
@@ -38,13 +41,25 @@ def codes(module: nn.Module, parameter: str | None = None) -> tuple[Tensor, Tens
         parameter = names[0]
     if parameter not in module.lowbit:
         raise ValueError(f"`parameter`={parameter!r} is not low-bit in {type(module).__name__}; use one of {names}.")
-    stored = (
-        module.codes(parameter),
-        module._parameters[f"{parameter}_scale"].detach(),
-        module._parameters[f"{parameter}_zero_point"],
-    )
-    q, scale, zero_point = (None if tensor is None else tensor.detach() for tensor in stored)
+    with _fetched(module, parameter):
+        stored = (
+            module.codes(parameter),
+            module._parameters[f"{parameter}_scale"],
+            module._parameters[f"{parameter}_zero_point"],
+        )
+        q, scale, zero_point = (None if tensor is None else tensor.detach() for tensor in stored)
     if module.lowbit[parameter].transposed:
         q, scale = q.transpose(-1, -2), scale.transpose(-1, -2)
         zero_point = None if zero_point is None else zero_point.transpose(-1, -2)
     return q, scale, zero_point
+
+
+def _fetched(module: LowBitModule, parameter: str) -> AbstractContextManager:
+    """While it is open, an offloaded module's tensors are in memory."""
+    if not module._parameters[f"{parameter}_scale"].is_meta:
+        return nullcontext()
+    if getattr(module, "_hf_hook", None) is None:
+        raise ValueError(f"`{parameter}` is on the meta device: {type(module).__name__} has no numbers yet.")
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module, "cpu")

@@ -12,11 +12,16 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 
+FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))*")
+
+
 @lru_cache(maxsize=1024)
 def _compile(pattern: str) -> re.Pattern:
     body = pattern[3:] if pattern.startswith("re:") else re.escape(pattern)
+    # flags such as (?i) must stand at the very beginning
+    flags = FLAGS.match(body).group()
     try:
-        return re.compile(rf"(?:^|(?<=\.))(?:{body})(?=\.|$)")
+        return re.compile(rf"{flags}(?:^|(?<=\.))(?:{body[len(flags) :]})(?=\.|$)")
     except re.error as error:
         raise ValueError(f"the pattern {pattern!r} is not a regular expression: {error}.") from None
 

@@ -241,8 +241,8 @@ class LowBitQuantizer(HfQuantizer):
         offloaded = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
         if offloaded:
             raise ValueError(
-                f"`{offloaded[0]}` is offloaded: its dense form has no place to go. Load the checkpoint without disk "
-                "offload, or with LowBitConfig(dequantize=True), on a device that holds the dense model."
+                f"`{offloaded[0]}` is offloaded: its dense form has no place to go. Load the checkpoint without "
+                "offload, on a device that holds the dense model, and dequantize that."
             )
         # saving leaves the config's dtype as a string
         dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype

@@ -68,7 +68,8 @@ def test_shuffles_are_told_with_their_spread():
 
 def test_products_tell_their_worst_and_best_shape():
     def row(low, high):
-        return {"products": {"bf16": {"ratio": 1.0}, "fp32": {"ratio": 0.5}, "int4": {"ratio": low if high else 2.0}}}
+        ratios = {"bf16": 1.0, "fp32": 0.5, "int4": low if high else 2.0}
+        return {"products": {name: {"us": 100.0 / ratio} for name, ratio in ratios.items()}}
 
     rows = {
         "cpu-amx 8x8 M=1": row(3.0, True),
@@ -78,6 +79,7 @@ def test_products_tell_their_worst_and_best_shape():
     assert products_table(rows).splitlines() == [
         "| kernel | scheme | M=1 | M=8 |",
         "| --- | --- | ---: | ---: |",
+        "| cpu-amx | torch bf16 | 1.0 | 1.0 |",
+        "| cpu-amx | torch fp32 | 0.5 | 0.5 |",
         "| cpu-amx | int4 | 3.0 - 5.0 | 2.0 |",
-        "| torch | fp32 | 0.5 | 0.5 |",
     ]

@@ -1,5 +1,6 @@
 """`push_to_hub` through the real client: what arrives, that it loads elsewhere, what is kept, what is refused."""
 
+import copy
 import json
 import logging
 import re
@@ -169,7 +170,10 @@ def test_a_pull_request_leaves_main_alone(hub, lowbit):
     assert list(hub.repo("org/theirs").files()) == ["README.md"]
     assert "model.safetensors" in hub.repo("org/theirs").files("refs/pr/1")
     assert "Their words." in hub.repo("org/theirs").text("README.md", "refs/pr/1")
-    lb.push_to_hub(lowbit, "org/theirs", revision=done.pr_revision, token=STRANGER_TOKEN, commit_message="More")
+    # files that are there already would make no commit
+    changed = copy.deepcopy(lowbit)
+    changed.lm_head.weight.data.neg_()
+    lb.push_to_hub(changed, "org/theirs", revision=done.pr_revision, token=STRANGER_TOKEN, commit_message="More")
     assert hub.repo("org/theirs").titles()[-1] == "More" and len(hub.repo("org/theirs").refs) == 2
 
 

@@ -42,14 +42,21 @@ def test_edges_of_tiles(rows, out_features, in_features, int8):
         assert ((y.to(torch.float64) - expected).abs() <= bound).all(), (bits, group)
 
 
+# slabs of columns, panels of W that share one, the last tile of x alone, more rows of x than share a widening
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features"), [(300, 40, 8192), (131, 300, 8200), (545, 33, 2112), (1041, 20, 2081)]
+)
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
-def test_more_rows_than_fit_a_cache(int8):
-    weight = make_weight(4, 64, True, 40, 8192)
-    x = torch.randn(300, 8192).bfloat16()
-    y = run(AMX, x, weight, None, 4, 64, int8)
-    expected, size = expected_and_size(x, weight, 4, 64, None, int8)
-    eps = torch.finfo(torch.bfloat16).eps
-    assert ((y.to(torch.float64) - expected).abs() <= eps * (expected.abs() + size)).all()
+def test_more_rows_than_fit_a_cache(rows, out_features, in_features, int8):
+    for bits, group, asymmetric in [(4, 64, True), (3, 96, True), (8, None, True), ("ternary", "tensor", False)]:
+        weight = make_weight(bits, group, asymmetric, out_features, in_features)
+        x, bias = torch.randn(rows, in_features).bfloat16(), torch.randn(out_features).bfloat16()
+        y = run(AMX, x, weight, bias, bits, group, int8)
+        expected, size = expected_and_size(x, weight, bits, group, bias, int8)
+        eps = torch.finfo(torch.bfloat16).eps
+        assert ((y.to(torch.float64) - expected).abs() <= eps * (expected.abs() + size)).all(), (bits, group)
+        # sums that wait between slabs lose nothing: few rows, which have no slabs, give the same bits
+        assert torch.equal(y[:32], run(AMX, x[:32], weight, bias, bits, group, int8)), (bits, group)
 
 
 def test_products_of_torch_in_between():

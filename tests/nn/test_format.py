@@ -147,4 +147,6 @@ def test_saving_it_again_gives_the_same_bytes(stored, tmp_path):
     assert again.keys() == stored.keys()
     assert all(again[n].dtype == t.dtype and raw(again[n]).tobytes() == raw(t).tobytes() for n, t in stored.items())
     configs = [json.loads((folder / "config.json").read_text()) for folder in (FOLDER, tmp_path)]
+    # which writers that are older than the digest left out
+    assert configs[1]["quantization_config"].pop("modules_digest")
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]

@@ -20,6 +20,7 @@ from hf_lowbit.nn.names import first_match, matches
         pytest.param("re:[qk]_proj", "model.layers.1.self_attn.k_proj", id="regular-class"),
         pytest.param("re:layers\\.1", "model.layers.1.mlp", id="regular-number"),
         pytest.param("re:up|down", "mlp.down", id="regular-alternatives"),
+        pytest.param("re:(?i)MLP\\.(?:UP|down)", "model.mlp.up", id="regular-flags"),
     ],
 )
 def test_matches(pattern, name):

@@ -28,9 +28,12 @@ def damaged(lowbit_folder, tmp_path):
     return folder
 
 
-def edit_config(folder, edit):
+def edit_config(folder, edit, keep_digest=False):
+    """What is changed must be found out by itself, unless the digest is what a test is about."""
     config = json.loads((folder / "config.json").read_text())
     edit(config)
+    if not keep_digest:
+        config["quantization_config"].pop("modules_digest", None)
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -165,6 +168,28 @@ def test_tampered_quantization_config(damaged, edit, message, error):
     folder = damaged("llama")
     edit_config(folder, lambda config: edit(config["quantization_config"]))
     assert_refused(folder, message, error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        # 64 columns in groups of 40 are two groups, as in groups of 32; ternary codes have 2 bits
+        pytest.param({"bits": 4}, {"group_size": 40}, id="group-size"),
+        pytest.param({"bits": "ternary", "group_size": 32}, {"bits": 2, "symmetric": True}, id="bits"),
+    ],
+)
+def test_config_that_reads_the_same_bytes_in_another_way(damaged, fields, change):
+    folder = damaged("llama", **fields)
+    edit_config(folder, lambda config: config["quantization_config"]["modules"][UP].update(change), keep_digest=True)
+    assert_refused(folder, "modules_digest.*changed after the tensors were saved")
+
+
+def test_activations_may_be_changed_by_hand(damaged):
+    folder = damaged("llama")
+    change = {"activations": "int8"}
+    edit_config(folder, lambda config: config["quantization_config"]["modules"][UP].update(change), keep_digest=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.get_submodule(UP).lowbit["weight"].scheme.activations == "int8"
 
 
 @pytest.mark.parametrize(

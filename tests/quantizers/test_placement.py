@@ -55,6 +55,20 @@ def test_low_bit_weights_on_disk(llama, tmp_path, device_map, buffers):
     assert model.num_parameters() == BY_ID["llama"].build().num_parameters()
 
 
+def test_codes_of_a_layer_on_disk(llama, tmp_path):
+    folder, _ = llama
+    layer = "model.layers.0.mlp.up_proj"
+    expected = lb.codes(AutoModelForCausalLM.from_pretrained(folder).get_submodule(layer))
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=LLAMA_ON_DISK, offload_folder=tmp_path / "offload")
+    module = model.get_submodule(layer)
+    assert all(torch.equal(a, b) for a, b in zip(lb.codes(module), expected, strict=True))
+    assert module.weight_scale.is_meta
+    nowhere = module.to_empty(device="meta")
+    del nowhere._hf_hook
+    with pytest.raises(ValueError, match="LowBitLinear has no numbers"):
+        lb.codes(nowhere)
+
+
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 def test_saving_an_offloaded_model(llama, tmp_path):
     folder, expected = llama
