@@ -12,7 +12,7 @@ import functools
 import re
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from . import readme
 
@@ -78,9 +78,8 @@ def _replace(path: Path, trainer, before: str | None, base_model, token, revisio
     ours = render_card(
         trainer.model, base_model, repo_id=trainer.hub_model_id, token=token, training=_procedure(made, trainer)
     )
-    theirs = ModelCard(made, ignore_metadata_errors=True).data
-    for name in [name for name, value in vars(theirs).items() if name not in OF_TRAINER or not value]:
-        delattr(theirs, name)
+    known = vars(ModelCard(made, ignore_metadata_errors=True).data)
+    theirs = ModelCardData(**{name: known[name] for name in OF_TRAINER if known.get(name)})
     ours.data = readme.complete(theirs, ours.data)
     readme.merge(written[0] if written else None, ours).save(path)
 
