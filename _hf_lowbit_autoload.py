@@ -4,7 +4,8 @@ transformers has no plugin discovery: a checkpoint whose `quant_method` nobody r
 `hf_lowbit_autoload.pth`, installed beside this file, imports this module when the interpreter starts. All that
 happens then is one entry in `sys.meta_path`. The entry waits for `transformers.quantizers.auto`, the module that
 holds the registry, and calls `hf_lowbit.registration.register()` as soon as that module has run; after `peft`, which
-has no discovery either, it calls `register_peft()`. A process that never imports transformers never imports hf_lowbit.
+has no discovery either, it calls `register_peft()`, and after `transformers.trainer` `register_trainer()`. A process
+that never imports transformers never imports hf_lowbit.
 
 What holds in every case: only the standard library is used, and of it only what the interpreter has loaded anyway; a
 failure of hf_lowbit becomes a warning, never a failed import of transformers; `HF_LOWBIT_AUTOLOAD=0` switches it off.
@@ -16,7 +17,7 @@ import sys
 
 TARGET = "transformers.quantizers.auto"
 # what of hf_lowbit.registration is called after which module
-STEPS = {TARGET: "register", "peft": "register_peft"}
+STEPS = {TARGET: "register", "transformers.trainer": "register_trainer", "peft": "register_peft"}
 SWITCH = "HF_LOWBIT_AUTOLOAD"
 
 
@@ -96,10 +97,9 @@ def install():
 
 def loaded():
     """The steps whose module is there. peft loads transformers halfway through its own import, and with it us: its
-    step comes when it is complete."""
-    spec = getattr(sys.modules.get("peft"), "__spec__", None)
+    step comes when it is complete. The same goes for transformers.trainer."""
     return [STEPS[name] for name in STEPS if name in sys.modules
-            and not (name == "peft" and getattr(spec, "_initializing", False))]  # fmt: skip
+            and not (name != TARGET and getattr(sys.modules[name].__spec__, "_initializing", False))]  # fmt: skip
 
 
 # the switch is for processes that do not import hf_lowbit; hf_lowbit itself calls `install` in any case

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .compress.inspect import inspect
     from .compress.report import report
     from .configs import BlastConfig, DQTConfig, LowBitConfig, Scheme
+    from .exports import export
     from .hub import push_to_hub
     from .nn.codes import codes
     from .quantizers.freeze import freeze
@@ -41,6 +42,7 @@ __all__ = [
     "MLPerfCallback",
     "Scheme",
     "codes",
+    "export",
     "freeze",
     "inspect",
     "merge_as",
@@ -63,6 +65,7 @@ _HOMES = {
     "MLPerfCallback": "training.mlperf",
     "Scheme": "configs",
     "codes": "nn.codes",
+    "export": "exports",
     "freeze": "quantizers.freeze",
     "inspect": "compress.inspect",
     "merge_as": "quantizers.merging",

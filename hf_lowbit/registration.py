@@ -1,5 +1,5 @@
-"""Everything that transformers must know about us: the quantizer, and the card of a plain `push_to_hub`; and peft: the
-adapter layers."""
+"""Everything that transformers must know about us: the quantizer, and the cards of a plain `push_to_hub` and of
+Trainer's; and peft: the adapter layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ def register() -> None:
     from .quantizers import register as register_quantizer
 
     register_quantizer()
+    install()
+
+
+def register_trainer() -> None:
+    """Wrap Trainer's push, whose module must have been imported. Calling it again changes nothing."""
+    from .hub.trainer_push import install
+
     install()
 
 

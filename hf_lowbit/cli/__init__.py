@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
         print(f"hf-lowbit {options.command}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -27,6 +27,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--group-size", default="128", help='a number, "none" (per channel) or "tensor"')
     inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     inspect.set_defaults(run=_inspect)
+    export = commands.add_parser("export", help="write a low-bit checkpoint in a format that other programs read")
+    export.add_argument("model", help="the folder or Hub id of a low-bit checkpoint")
+    export.add_argument("output_dir")
+    export.add_argument("--format", required=True, help="compressed-tensors, gguf, gemma or bitnet")
+    export.add_argument("--activations", choices=["float"], help="leave int8 activations out where there are none")
+    export.set_defaults(run=_export)
     card = commands.add_parser("card", help="print the model card of a low-bit checkpoint")
     card.add_argument("folder")
     card.add_argument("--base-model", help="Hub id of the dense model it was made from")
@@ -46,6 +52,12 @@ def _inspect(options) -> None:
 
     found = inspect(options.model, group_size=_group_size(options.group_size))
     print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+
+
+def _export(options) -> None:
+    from ..exports import export
+
+    print(export(options.model, options.output_dir, options.format, activations=options.activations))
 
 
 def _card(options) -> None:

@@ -43,6 +43,7 @@ def render_card(
     repo_id: str | None = None,
     token: bool | str | None = None,
     online: bool = True,
+    training: str | None = None,
 ) -> ModelCard:
     """The card of a low-bit model in memory or of a checkpoint folder.
 
@@ -57,6 +58,7 @@ def render_card(
         base_card: the base model's README: ModelCard, text, file or folder. None looks beside the base and on the Hub.
         repo_id: where the model will lie, for the title and the loading code.
         token, online: for looking up the base's card on the Hub; `online=False` uses only what is on this machine.
+        training: Markdown about the training run, put in as it is.
     """
     measured = _measure(model_or_dir, report)
     base = origin.find(model_or_dir, base_model, base_card, token, online)
@@ -89,6 +91,7 @@ def render_card(
                 results=evaluation.table(rows),
                 loader=loader or "AutoModel",
                 location=repo_id or "path/to/this/folder",
+                training=training,
                 licence_known="license" in base.metadata,
             )
         )

@@ -80,7 +80,7 @@ def push_to_hub(
     api = HfApi(token=token, library_name="hf_lowbit")
     with _explained(repo_id):
         repo_id = _open_repository(api, repo_id, private, revision, create_pr)
-        known = _read_readme(api, repo_id, revision)
+        known = read_readme(api, repo_id, revision)
     with TemporaryDirectory() as temporary:
         files = _folder_files(Path(model)) if is_folder else {}
         if not is_folder:
@@ -148,7 +148,8 @@ def _open_repository(api: HfApi, repo_id: str, private: bool | None, revision: s
     return repo_id
 
 
-def _read_readme(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+def read_readme(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+    """The README.md of a repository, or None."""
     try:
         path = api.hf_hub_download(repo_id, "README.md", revision=revision)
     except EntryNotFoundError:

@@ -43,7 +43,7 @@ def merge(existing: str | None, card: ModelCard) -> ModelCard:
             "lines between its --- marks, or delete the file, and try again."
         ) from error
     written = is_written(existing)
-    merged = _merged(old.data, card.data)
+    merged = complete(old.data, card.data)
     if not written:
         card.data = merged
         return card
@@ -78,7 +78,8 @@ def _empty_form() -> str:
     return ModelCard.from_template(ModelCardData(), model_description=description).text.strip()
 
 
-def _merged(old: ModelCardData, new: ModelCardData) -> ModelCardData:
+def complete(old: ModelCardData, new: ModelCardData) -> ModelCardData:
+    """`old`, changed: what it lacks, and what the model decides, comes from `new`."""
     for name, value in vars(new).items():
         if value is None:
             continue

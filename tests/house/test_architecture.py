@@ -22,7 +22,7 @@ LAYERS = (
     ("sparsity", "training"),
     ("compress",),
     ("quantizers",),
-    ("export", "hub"),
+    ("exports", "hub"),
     ("cli", "registration"),
 )
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}

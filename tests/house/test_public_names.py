@@ -43,6 +43,7 @@ PROMISED = {
     "MLPerfCallback",
     "Scheme",
     "codes",
+    "export",
     "freeze",
     "inspect",
     "merge_as",
@@ -62,6 +63,7 @@ FIRST_PARAMETERS = {
     "LAMB": ["params", "lr", "betas", "eps", "weight_decay"],
     "MLPerfCallback": ["path", "benchmark", "target"],
     "LARS": ["params", "lr", "momentum", "eta", "eps", "weight_decay"],
+    "export": ["model_or_dir", "output_dir", "format"],
     "freeze": ["model"],
     "LowBitConfig": [
         "bits",
