@@ -34,9 +34,11 @@ class LowBitConfig(QuantizationConfigMixin):
             "tensor": one scale per weight. It need not divide the input size.
         symmetric: None (default) uses zero points at 2 and 3 bits and none elsewhere.
         activations: "float" or "int8" per token; None (default) is "int8" for ternary and "float" for the rest.
-        method: "rtn", round to nearest with a searched clip, without data. "gptq" is not available yet.
+        method: "rtn", round to nearest with a searched clip, without data. "gptq": codes that compensate each other's
+            errors on `calibration`, block by block; the dense model is loaded for it.
         budget: bytes to fit, planned. Not available yet.
-        calibration: data for calibrated methods; never saved. "rtn" needs none.
+        calibration: data for "gptq"; never saved. A list of texts, a text file, a Dataset (column text, messages or
+            input_ids), chats, token tensors, or dicts of model inputs; some thousand tokens. "rtn" needs none.
         modules: {name or "re:pattern": Scheme or dict} for single modules; overrides the fields above (a dict without
             `group_size` takes the one above). Naming an embedding or the output layer here is how it is asked to be
             converted too. After conversion it lists every converted module, and that is what is saved.
@@ -92,9 +94,7 @@ class LowBitConfig(QuantizationConfigMixin):
             )
         if method not in METHODS:
             raise ValueError(f"`method`={method!r} is not supported; use one of {list(METHODS)}.")
-        if method == "gptq":
-            raise NotImplementedError('`method`="gptq" is not available yet; use "rtn".')
-        if calibration is not None:
+        if calibration is not None and method == "rtn":
             warnings.warn('`calibration` is not used: `method`="rtn" rounds without data.', stacklevel=2)
         if not isinstance(dequantize, bool):
             raise TypeError(f"`dequantize`={dequantize!r} must be True or False.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -37,8 +37,15 @@ def prepare(targets: Iterable[Target], load_packed: bool, device: torch.device |
             module.remember_dtype(dtype, device)
 
 
-def convert(targets: list[Target]) -> None:
+def convert(
+    targets: list[Target],
+    rounding: Callable[[Target, torch.Tensor], dict[str, torch.Tensor]] | None = None,
+    quiet: bool = False,
+) -> None:
     """Round and pack the dense weights of the targets, one tensor at a time. Tied targets share the result.
+
+    `rounding` gives the stored tensors of a target and its dense weight (default: round to nearest). `quiet` shows no
+    progress.
 
     Raises ValueError naming the layer when a weight holds NaN or infinity; then no module has been changed.
     """
@@ -46,12 +53,14 @@ def convert(targets: list[Target]) -> None:
     check_finite(targets)
     made: dict[int, dict] = {}
     shared = _shared(targets)
-    for module, group in logging.tqdm(list(_by_module(targets)), desc="Quantizing weights"):
+    rounding = rounding or quantize
+    groups = list(_by_module(targets))
+    for module, group in groups if quiet else logging.tqdm(groups, desc="Quantizing weights"):
         weights = {target.parameter: module._parameters[target.parameter] for target in group}
         _become_lowbit(module, group)
         for target in group:
             weight = weights[target.parameter]
-            stored = made.get(id(weight)) or quantize(target, weight)
+            stored = made.get(id(weight)) or rounding(target, weight)
             if id(weight) in shared:
                 # keep the dense weight alive until the end: its id is the key
                 made[id(weight)] = {**stored, "dense": weight}

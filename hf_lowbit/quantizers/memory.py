@@ -13,8 +13,9 @@ from ..configs.lowbit import LowBitConfig
 from ..nn.arming import trainable_modules
 from ..nn.packed import LowBitModule
 from ..nn.sparsify import masked_modules, sparse_modules
-from ..nn.swap import convert, flatten_head
+from ..nn.swap import check_finite, convert, flatten_head
 from ..nn.targets import find_targets
+from .calibrated import calibration_batches, convert_calibrated
 from .quantizer import LowBitQuantizer
 from .sparse import BlastQuantizer, prune_further, prune_once
 from .transitions import settle
@@ -57,8 +58,14 @@ def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
     if missing:
         raise ValueError(f"`{missing[0]}` is on the meta device: load or initialize the weights first.")
     targets = [target for target in find_targets(model, config) if target.packed is not None]
+    batches = calibration_batches(model, config)
     quantizer = LowBitQuantizer(config, pre_quantized=False)
-    convert(targets)
+    quantizer.quantization_config.calibration = None
+    if batches is None:
+        convert(targets)
+    else:
+        check_finite(targets)
+        convert_calibrated(model, targets, batches)
     flatten_head(model)
     quantizer.make_trainable(model)
     quantizer.attach(model, targets)

@@ -18,11 +18,13 @@ from transformers.quantizers.base import HfQuantizer
 from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
 from ..nn.arming import arm, disarm
 from ..nn.packed import LowBitModule
-from ..nn.swap import flatten_head, prepare, quantize, restore_dense
+from ..nn.swap import check_finite, flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
 from ..nn.trainable import Training
 from .accounting import install_accounting
+from .calibrated import calibration_batches, convert_calibrated
 from .checkpoint import check_loaded, check_shapes, check_stored, naming_conflict, recorded_targets
+from .on_the_fly import QuantizeOp
 from .ownership import own_config
 from .resize import install_resize
 from .transitions import settle
@@ -37,31 +39,6 @@ def refuse_parallel(distributed) -> None:
                 f"`{field}`={size}: low-bit weights can't be sharded over processes while loading. Load without "
                 "`tp_plan` or `distributed_config`; `device_map` spreads whole layers over devices."
             )
-
-
-class QuantizeOp(ConversionOps):
-    """transformers' load operation that rounds and packs the tensors of one parameter as they arrive."""
-
-    def __init__(self, targets: dict[str, Target], failures: dict[str, str]):
-        self.targets, self.failures = targets, failures
-
-    def convert(self, input_dict, full_layer_name=None, **kwargs):
-        stored = {}
-        for name, value in input_dict.items():
-            name = name if name in self.targets else full_layer_name
-            value = value[0] if isinstance(value, list) else value
-            if name not in self.targets:
-                stored[name] = value
-                continue
-            try:
-                parts = quantize(self.targets[name], value)
-            except ValueError as error:
-                # transformers would turn it into a report without the sentence: it is raised when loading has ended
-                self.failures[name] = str(error)
-                parts = quantize(self.targets[name], torch.zeros_like(value))
-            for suffix, tensor in parts.items():
-                stored[name + suffix] = nn.Parameter(tensor, requires_grad=False)
-        return stored
 
 
 class LowBitQuantizer(HfQuantizer):
@@ -80,6 +57,9 @@ class LowBitQuantizer(HfQuantizer):
         # layers whose weights can't be rounded, and why; transformers would hide an exception raised while loading
         self._failures: dict[str, str] = {}
         self._freeze = False
+        # of a calibrated method: what is converted once the dense model is there, and the data
+        self._calibrated: list[Target] = []
+        self._batches: list[dict] | None = None
         if self.pre_quantized:
             self.quantization_config, self._freeze = settle(self.quantization_config)
             conflict = None if self._freeze else naming_conflict(self.quantization_config)
@@ -130,6 +110,12 @@ class LowBitQuantizer(HfQuantizer):
             check_stored(model, targets, checkpoint_files)
         else:
             targets = [target for target in find_targets(model, self.quantization_config) if target.packed is not None]
+            self._batches = calibration_batches(model, self.quantization_config)
+        if self._batches is not None:
+            # statistics need the dense model: it is loaded as it is, and converted block by block afterwards
+            self._calibrated = targets
+            self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+            return model
         self._targets = {target.parameter_name: target for target in targets}
         prepare(targets, load_packed=self.pre_quantized, device="meta")
         self._tie_companions(model, self._targets)
@@ -143,6 +129,8 @@ class LowBitQuantizer(HfQuantizer):
         for target in self._targets.values():
             self._finish(target)
         check_loaded(self._targets.values())
+        if self._batches is not None:
+            self._convert_calibrated(model)
         self._targets, self._shapes = {}, {}
         self.make_trainable(model)
         self.record(model)
@@ -155,6 +143,12 @@ class LowBitQuantizer(HfQuantizer):
         else:
             self.tag(model)
         return model
+
+    def _convert_calibrated(self, model) -> None:
+        check_finite(self._calibrated)
+        convert_calibrated(model, self._calibrated, self._batches)
+        self._tie_companions(model, {target.parameter_name: target for target in self._calibrated})
+        self._calibrated, self._batches, self.quantization_config.calibration = [], None, None
 
     def _finish(self, target: Target) -> None:
         """A weight that the checkpoint did not have was initialized dense by transformers: round it like the

@@ -92,7 +92,6 @@ def test_a_wrong_value_is_named_with_what_is_allowed(fields, error, parts):
         pytest.param({"bits": 4.0}, "`bits`=4.0", id="whole-average"),
         pytest.param({"budget": "60MB"}, "`budget`='60MB'", id="budget"),
         pytest.param({"budget": 0}, "`budget`=0", id="budget-zero"),
-        pytest.param({"method": "gptq"}, '`method`="gptq"', id="gptq"),
     ],
 )
 def test_what_is_announced_says_not_yet_and_what_to_use(fields, part):

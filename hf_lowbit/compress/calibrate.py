@@ -1,0 +1,140 @@
+"""Calibration data, as a list of batches: keyword arguments of the model's forward.
+
+    list of strings, text file      joined with the end-of-text token between, cut into rows of `length` tokens
+    datasets.Dataset                its column `text`, `input_ids` or `messages`
+    list of chats                   lists of {"role", "content"}, through the tokenizer's chat template, then as texts
+    token tensors                   [T] or [B, T], taken as they are
+    dicts                           inputs of the model (images, audio features, encoder and decoder ids), as they are
+
+Rows are full, so that no padding is needed; where dicts bring an `attention_mask`, statistics leave padding out. An
+encoder-decoder gets its source as target too (with the labels' shift) when no decoder inputs are given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+LENGTH = 512
+# rows taken when nothing is said: 8 x 512 tokens
+ROWS = 8
+# fewer tokens say nothing about a layer's inputs
+LEAST_TOKENS = 32
+
+
+def make_batches(
+    data: Any, tokenizer: Any = None, model: nn.Module | None = None, length: int = LENGTH, rows: int = ROWS,
+    seed: int = 0,
+) -> list[dict[str, Tensor]]:  # fmt: skip
+    """Turn calibration data of any kind above into batches of one row each.
+
+    Args:
+        data: see the module. tokenizer: needed for text; on an instance of a Hub model its tokenizer is loaded by the
+            caller. model: to know its vocabulary and whether it has a decoder. length: tokens a row. rows: rows to
+            take from text; drawn with `seed` among all that the text has, in order.
+
+    Raises:
+        TypeError, ValueError: when the data is of no known kind, empty, too short, or has ids outside the vocabulary.
+    """
+    if isinstance(data, (str, os.PathLike)):
+        data = [_read(data)]
+    if isinstance(data, Tensor):
+        return _checked([{"input_ids": row[None]} for row in _rows_of(data)], model)
+    if isinstance(data, Mapping):
+        data = [data]
+    column = getattr(data, "column_names", None)
+    if column is not None:
+        names = [name for name in ("input_ids", "messages", "text") if name in (column or [])]
+        if not names:
+            raise ValueError(
+                f"`calibration` has the columns {list(column)}; name one `text`, `input_ids` or `messages`."
+            )
+        data = [row[names[0]] for row in data]
+    elif not isinstance(data, Iterable):
+        raise TypeError(
+            f"`calibration` is a {type(data).__name__}; pass texts, a text file, a Dataset, token tensors, chats or "
+            "dicts of model inputs."
+        )
+    data = list(data)
+    if not data:
+        raise ValueError("`calibration` is empty; a few thousand tokens of text like the model's own are enough.")
+    first = data[0]
+    if isinstance(first, Mapping) and not {"role", "content"} <= set(first):
+        return _checked([{k: _tensor(v) for k, v in row.items()} for row in data], model)
+    if isinstance(first, Tensor) or (isinstance(first, (list, tuple)) and first and isinstance(first[0], int)):
+        return _checked([{"input_ids": row[None]} for item in data for row in _rows_of(_tensor(item))], model)
+    if isinstance(first, Mapping):
+        data, first = [data], data
+    if tokenizer is None:
+        raise ValueError("`calibration` is text, but the model has no tokenizer beside it; pass token tensors.")
+    if isinstance(first, (list, tuple)):
+        data = [tokenizer.apply_chat_template(list(chat), tokenize=False) for chat in data]
+    if not all(isinstance(text, str) for text in data):
+        wrong = next(type(text).__name__ for text in data if not isinstance(text, str))
+        raise TypeError(f"`calibration` mixes texts with {wrong}; all items must be of one kind.")
+    return _checked(_packed(data, tokenizer, length, rows, seed), model)
+
+
+def _packed(texts: list[str], tokenizer: Any, length: int, rows: int, seed: int) -> list[dict[str, Tensor]]:
+    ids: list[int] = []
+    for text in texts:
+        if ids and tokenizer.eos_token_id is not None:
+            ids.append(tokenizer.eos_token_id)
+        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < LEAST_TOKENS:
+        raise ValueError(
+            f"`calibration` has {len(ids)} tokens; at least {LEAST_TOKENS} are needed, and some thousands are better."
+        )
+    whole = len(ids) // length
+    if whole == 0:
+        return [{"input_ids": torch.tensor(ids)[None]}]
+    table = torch.tensor(ids[: whole * length]).view(whole, length)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(whole, generator=generator)[:rows].sort().values
+    return [{"input_ids": row[None]} for row in table[chosen]]
+
+
+def _read(path: str | os.PathLike) -> str:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"`calibration`={str(path)!r} is no text file; pass texts as a list of strings.")
+    return Path(path).read_text(encoding="utf-8")
+
+
+def _tensor(value: Any) -> Any:
+    return value if isinstance(value, Tensor) or isinstance(value, (bool, str)) else torch.as_tensor(value)
+
+
+def _rows_of(ids: Tensor) -> Tensor:
+    if ids.ndim not in (1, 2) or ids.is_floating_point():
+        raise ValueError(
+            f"`calibration` holds a tensor {ids.dtype} of shape {tuple(ids.shape)}; token ids are whole numbers, [T] "
+            "or [B, T]. Pass other inputs as dicts of the model's arguments."
+        )
+    return ids.reshape(-1, ids.shape[-1]).long()
+
+
+def _checked(batches: list[dict[str, Tensor]], model: nn.Module | None) -> list[dict[str, Tensor]]:
+    tokens = sum(b["input_ids"].numel() for b in batches if "input_ids" in b)
+    if "input_ids" in batches[0] and tokens < LEAST_TOKENS:
+        raise ValueError(f"`calibration` has {tokens} tokens; at least {LEAST_TOKENS} are needed.")
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None)
+    for batch in batches:
+        ids = batch.get("input_ids")
+        if ids is not None and vocabulary and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(
+                f"`calibration` has the token id {int(ids.max())}, but the model's vocabulary has {vocabulary}: it "
+                "was made with another tokenizer."
+            )
+        decoder = [k for k in batch if k.startswith("decoder_") or k == "labels"]
+        if getattr(config, "is_encoder_decoder", False) and not decoder and ids is not None:
+            start = getattr(config, "decoder_start_token_id", None)
+            batch["decoder_input_ids"] = torch.cat([ids.new_full((len(ids), 1), start or 0), ids[:, :-1]], dim=1)
+    return batches

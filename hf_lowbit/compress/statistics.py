@@ -1,0 +1,113 @@
+"""What GPTQ needs to know of a layer's inputs, gathered by hooks while a model or a block runs.
+
+    H = Xq^T Xq        inputs in the model as it is quantized so far
+    C = (X - Xq)^T Xq  how far they are from those in the dense model (error propagation, `correct`)
+
+Layers that read the very same tensor (q, k and v) share one H. Rows of padding are left out. Sums are float32 and grow
+with [K, K], never with the number of tokens.
+
+The correction is that of Quantization Error Propagation (Arai & Ichikawa 2025): the weight that on Xq comes nearest
+to what the dense weight gives on X,
+
+    min_W* |X W^T - Xq W*^T|^2   at   W* = W + W C (H + damping)^-1,    of which a share `strength` is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .solvers.gptq import DAMPING, FLOOR
+
+
+@dataclass
+class Inputs:
+    """Statistics of one shared input: names of the layers that read it, H, C (None without), tokens seen."""
+
+    names: list[str]
+    hessian: Tensor
+    drift: Tensor | None
+    tokens: int
+
+
+@contextmanager
+def watch_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
+    """While it is open, the inputs of `modules` are kept: {name: one tensor a call}."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in modules}
+
+    def keep(name):
+        return lambda module, args, kwargs: seen[name].append(args[0] if args else next(iter(kwargs.values())))
+
+    handles = [m.register_forward_pre_hook(keep(n), with_kwargs=True) for n, m in modules.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Accumulator:
+    """Sums over batches; `add` takes what `watch_inputs` saw in one forward of each stream."""
+
+    def __init__(self):
+        self.inputs: dict[str, Inputs] = {}
+
+    def add(self, quantized: dict[str, list[Tensor]], dense: dict[str, list[Tensor]] | None, batch: dict) -> None:
+        """Raises ValueError naming the layer when an input holds NaN or infinity."""
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name, tensors in quantized.items():
+            if tensors:
+                groups.setdefault(tuple(id(t) for t in tensors), []).append(name)
+        for names in groups.values():
+            xq = torch.cat([_rows(t, batch) for t in quantized[names[0]]])
+            if not bool(torch.isfinite(xq).all()):
+                raise ValueError(
+                    f"the inputs of `{names[0]}` hold NaN or infinity on the calibration data: the model is broken "
+                    "before this layer, or its dtype is too narrow. Check the checkpoint, or load it in float32."
+                )
+            entry = self._entry(names, xq, dense is not None)
+            entry.tokens += len(xq)
+            entry.hessian.addmm_(xq.t(), xq)
+            if dense is not None:
+                x = torch.cat([_rows(t, batch) for t in dense[names[0]]])
+                entry.drift.addmm_((x - xq).t(), xq)
+
+    def _entry(self, names: list[str], x: Tensor, drift: bool) -> Inputs:
+        found = self.inputs.get(names[0])
+        if found is None or any(self.inputs.get(name) is not found for name in names):
+            size = x.shape[1]
+            found = Inputs(names, x.new_zeros(size, size), x.new_zeros(size, size) if drift else None, 0)
+            for name in names:
+                self.inputs[name] = found
+        return found
+
+    def groups(self) -> list[Inputs]:
+        """Each shared input once, in the order of the calls."""
+        return list({id(found): found for found in self.inputs.values()}.values())
+
+
+def _rows(x: Tensor, batch: dict) -> Tensor:
+    """[..., K] -> float32 [tokens, K] without padding."""
+    x = x.detach()
+    for key in ("attention_mask", "decoder_attention_mask"):
+        mask = batch.get(key)
+        if isinstance(mask, Tensor) and mask.ndim == 2 and tuple(mask.shape) == tuple(x.shape[:2]) and x.ndim == 3:
+            return x[mask.to(x.device).bool()].to(torch.float32)
+    return x.reshape(-1, x.shape[-1]).to(torch.float32)
+
+
+def correct(weight: Tensor, found: Inputs, strength: float) -> Tensor:
+    """W* for a weight float32 [N, K]; the weight itself when there is no drift, or H can't be factored."""
+    if found.drift is None or strength == 0.0:
+        return weight
+    damped = found.hessian.clone()
+    damped.diagonal().add_(max(DAMPING * float(damped.diagonal().mean()), FLOOR))
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    if int(failed):
+        return weight
+    moved = torch.cholesky_solve((weight @ found.drift).t(), lower).t()
+    return weight + strength * moved if bool(torch.isfinite(moved).all()) else weight
