@@ -17,6 +17,7 @@ NAMES = (
     "linear",
     "quality",
     "clip",
+    "compress",
     "refine",
     "direct_training",
     "training_memory",

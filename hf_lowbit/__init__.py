@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .exports import export
     from .hub import push_to_hub
     from .nn.codes import codes
+    from .pipeline import compress
     from .quantizers.freeze import freeze
     from .quantizers.memory import quantize
     from .quantizers.merging import merge_as
@@ -42,6 +43,7 @@ __all__ = [
     "MLPerfCallback",
     "Scheme",
     "codes",
+    "compress",
     "export",
     "freeze",
     "inspect",
@@ -65,6 +67,7 @@ _HOMES = {
     "MLPerfCallback": "training.mlperf",
     "Scheme": "configs",
     "codes": "nn.codes",
+    "compress": "pipeline",
     "export": "exports",
     "freeze": "quantizers.freeze",
     "inspect": "compress.inspect",

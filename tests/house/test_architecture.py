@@ -22,6 +22,7 @@ LAYERS = (
     ("sparsity", "training"),
     ("compress",),
     ("quantizers",),
+    ("pipeline",),
     ("exports", "hub"),
     ("cli", "registration"),
 )

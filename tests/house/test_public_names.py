@@ -78,6 +78,18 @@ FIRST_PARAMETERS = {
     ],
     "Scheme": ["bits", "group_size", "symmetric", "activations"],
     "codes": ["module"],
+    "compress": [
+        "model_or_id",
+        "output_dir",
+        "budget",
+        "bits",
+        "calibration",
+        "stages",
+        "evaluation",
+        "low_memory",
+        "seed",
+        "resume",
+    ],  # fmt: skip
     "inspect": ["model_or_id"],
     "merge_as": ["mode"],
     "prepare_model_for_lowbit_training": ["model"],

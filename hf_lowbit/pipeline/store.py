@@ -1,0 +1,113 @@
+"""The output folder of a compression: written whole or not at all, by one process, and continued only by its own run.
+
+A stage's checkpoint is written into a folder beside, which then takes the place of the former: whatever is called
+finished is whole. `compression.json` holds what the run depends on, which stages are done, and their figures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import nn
+
+
+STATE = "compression.json"
+
+
+def fingerprint(model: nn.Module, batches: Iterable[dict] | None, settings: dict[str, Any]) -> dict[str, str]:
+    """What a run depends on, hashed by part, so that a message can say which of them changed."""
+    weights = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        weights.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        weights.update(_bytes(tensor))
+    data = hashlib.sha256()
+    for batch in batches or ():
+        for name, value in sorted(batch.items()):
+            data.update(name.encode())
+            data.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
+    return {"model": weights.hexdigest(), "calibration": data.hexdigest(), "settings": json.dumps(settings)}
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+class Store:
+    """The folder; `stages` are the records of those that are done."""
+
+    def __init__(self, folder: str | os.PathLike, identity: dict[str, str], resume: bool):
+        self.folder, self.identity = Path(folder), identity
+        self.stages: dict[str, dict] = {}
+        self.facts: dict[str, Any] = {}
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return
+        state = self.folder / STATE
+        if not state.is_file():
+            raise FileExistsError(f"`output_dir`={str(folder)!r} holds something else; name a new or an empty folder.")
+        if not resume:
+            return
+        found = json.loads(state.read_text())
+        changed = [part for part, value in identity.items() if found["identity"].get(part) != value]
+        if changed:
+            raise ValueError(
+                f"`output_dir`={str(folder)!r} holds a run with another {' and another '.join(changed)}; name another "
+                "folder, or pass resume=False to begin anew there."
+            )
+        self.stages, self.facts = found["stages"], found["facts"]
+
+    def save(self, model, tokenizer, stage: str, record: dict, facts: dict, report: dict) -> None:
+        """Write the model after `stage` and put it in the place of what was there."""
+        self.stages[stage], self.facts = record, facts
+        fresh, old = (self.folder.with_name(f".{self.folder.name}.{what}") for what in ("new", "old"))
+        for rest in (fresh, old):
+            shutil.rmtree(rest, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        try:
+            model.save_pretrained(fresh)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(fresh)
+            (fresh / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+            state = {"identity": self.identity, "stages": self.stages, "facts": facts}
+            (fresh / STATE).write_text(json.dumps(state, indent=1) + "\n")
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        if self.folder.exists():
+            self.folder.rename(old)
+        fresh.rename(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def alone(folder: str | os.PathLike):
+    """Hold the lock of `folder`; it falls with the process. Raises RuntimeError when another run holds it."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RuntimeError(
+            f"another run is writing `output_dir`={str(folder)!r}; wait for it, or name another."
+        ) from None
+    recover(folder)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def recover(folder: Path) -> None:
+    """A run that was killed between the two renames left only the former checkpoint: give it its name back."""
+    old = folder.with_name(f".{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
