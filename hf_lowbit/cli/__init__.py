@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, ImportError, NotImplementedError, RuntimeError) as error:
         print(f"hf-lowbit {options.command}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -27,6 +27,18 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--group-size", default="128", help='a number, "none" (per channel) or "tensor"')
     inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     inspect.set_defaults(run=_inspect)
+    compress = commands.add_parser("compress", help="compress a model to a size or a number of bits")
+    compress.add_argument("model", help="a folder or Hub id of a dense model")
+    compress.add_argument("output_dir")
+    compress.add_argument("--budget", help='"60MB", "2GiB" or "40%%" of the dense bytes; default: what fits in memory')
+    compress.add_argument("--bits", type=_bits, help='"ternary", 2, 3, 4, 8, or an average such as 3.2')
+    compress.add_argument("--calibration", help="a text file")
+    compress.add_argument("--eval", dest="evaluation", help="a text file that is scored before and after each stage")
+    compress.add_argument("--stages", default="layer,block,global", help="default: all, separated by commas")
+    compress.add_argument("--low-memory", action="store_true", help="never hold the dense model; rounds without data")
+    compress.add_argument("--seed", type=int, default=0)
+    compress.add_argument("--no-resume", action="store_true", help="begin anew in a folder of an earlier run")
+    compress.set_defaults(run=_compress)
     export = commands.add_parser("export", help="write a low-bit checkpoint in a format that other programs read")
     export.add_argument("model", help="the folder or Hub id of a low-bit checkpoint")
     export.add_argument("output_dir")
@@ -52,6 +64,22 @@ def _inspect(options) -> None:
 
     found = inspect(options.model, group_size=_group_size(options.group_size))
     print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+
+
+def _compress(options) -> None:
+    from ..pipeline import compress
+
+    wishes = {name: getattr(options, name) for name in ("budget", "bits", "calibration", "evaluation", "low_memory")}
+    stages = tuple(options.stages.split(","))
+    print(compress(options.model, options.output_dir, **wishes, stages=stages, seed=options.seed,
+                   resume=not options.no_resume))  # fmt: skip
+    print(f"the checkpoint is in {options.output_dir}")
+
+
+def _bits(text: str) -> str | int | float:
+    if text == "ternary":
+        return text
+    return int(text) if text.isdecimal() else float(text)
 
 
 def _export(options) -> None:
