@@ -13,8 +13,8 @@ peft = pytest.importorskip("peft")
 ZOO = BY_ID["llama"]
 
 
-def adapted(**fields):
-    base = lb.freeze(pruned())
+def adapted(sparse=None, **fields):
+    base = lb.freeze(pruned(**(sparse or {})))
     config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": True, **fields})
     return base, peft.get_peft_model(base, config)
 
@@ -36,6 +36,25 @@ def test_adapters_train_and_reload(tmp_path):
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(lb.freeze(pruned()), tmp_path)
     torch.testing.assert_close(ZOO(again.eval()), expected)
+
+
+def test_adapters_beside_low_bit_blocks_and_a_low_bit_rest(tmp_path):
+    sparse = {"bits": 8, "rest": {"bits": 8, "group_size": None}}
+    base, model = adapted(sparse, init_lora_weights="gaussian")
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items() if "lora" not in name}
+    ids = ZOO.inputs["input_ids"]
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert any("mlp.up_proj.lora_B" in n for n in gradients) and any("q_proj.lora_B" in n for n in gradients)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer.step()
+    assert all(torch.equal(tensor, base.state_dict()[name]) for name, tensor in before.items())
+    expected = ZOO(model.eval())
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(lb.freeze(pruned(**sparse)), tmp_path)
+    torch.testing.assert_close(ZOO(again.eval()), expected)
+    with pytest.raises(ValueError, match="block-sparse: merging"):
+        model.merge_and_unload()
 
 
 @pytest.mark.parametrize("safe", [True, False])
