@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_lowbit.compress.evaluate import nll_sum
-from hf_lowbit.compress.evaluate import perplexity as perplexity_of
+from hf_lowbit.compression.evaluate import nll_sum
+from hf_lowbit.compression.evaluate import perplexity as perplexity_of
 
 
 AUSTEN = Path(__file__).resolve().parents[1] / "tests" / "data" / "austen"

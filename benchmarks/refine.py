@@ -23,8 +23,8 @@ from transformers.utils import logging
 import hf_lowbit as lb
 from benchmarks import perplexity
 from benchmarks.record import Record, watch
-from hf_lowbit.compress.refine.blocks import refine_blocks
-from hf_lowbit.compress.refine.whole import refine_globally
+from hf_lowbit.compression.refine.blocks import refine_blocks
+from hf_lowbit.compression.refine.whole import refine_globally
 from scripts.fetch_assets import ASSETS, locate
 
 

@@ -12,8 +12,8 @@ import _hf_lowbit_autoload
 
 
 if TYPE_CHECKING:
-    from .compress.inspect import inspect
-    from .compress.report import report
+    from .compression.inspect import inspect
+    from .compression.report import report
     from .configs import BlastConfig, DQTConfig, LowBitConfig, Scheme
     from .exports import export
     from .hub import push_to_hub
@@ -70,12 +70,12 @@ _HOMES = {
     "compress": "pipeline",
     "export": "exports",
     "freeze": "quantizers.freeze",
-    "inspect": "compress.inspect",
+    "inspect": "compression.inspect",
     "merge_as": "quantizers.merging",
     "prepare_model_for_lowbit_training": "quantizers.prepare",
     "push_to_hub": "hub",
     "quantize": "quantizers.memory",
-    "report": "compress.report",
+    "report": "compression.report",
 }
 
 

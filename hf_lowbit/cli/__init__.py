@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inspect(options) -> None:
-    from ..compress.inspect import inspect
+    from ..compression.inspect import inspect
 
     found = inspect(options.model, group_size=_group_size(options.group_size))
     print(json.dumps(found.to_dict(), indent=2) if options.json else found)

@@ -134,7 +134,7 @@ def _measure(model_or_dir: Any, report: Any) -> facts.Facts:
             "quantization_config=hf_lowbit.LowBitConfig(...)) or hf_lowbit.quantize(model, config)."
         )
     if report is None:
-        from ..compress.report import report as measure
+        from ..compression.report import report as measure
 
         report = measure(model_or_dir)
     config = model_or_dir.config.quantization_config

@@ -85,7 +85,7 @@ def push_to_hub(
         files = _folder_files(Path(model)) if is_folder else {}
         if not is_folder:
             if report is None:
-                from ..compress.report import report as measure
+                from ..compression.report import report as measure
 
                 report = measure(model)
             model.save_pretrained(temporary, max_shard_size=max_shard_size)

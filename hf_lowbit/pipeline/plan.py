@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..compress.allocate import Option, allocate, smallest
-from ..compress.budget import cache_bytes, free_bytes, parse_budget
-from ..compress.sensitivity import candidates, fisher, options
+from ..compression.allocate import Option, allocate, smallest
+from ..compression.budget import cache_bytes, free_bytes, parse_budget
+from ..compression.sensitivity import candidates, fisher, options
 from ..configs.lowbit import LowBitConfig
 from ..configs.scheme import BITS, Scheme
 from ..nn.targets import Target, find_targets

@@ -2,8 +2,8 @@
 
     plan     a scheme for every weight (`plan.py`)
     layer    GPTQ on calibration data, or rounding without; this checkpoint can be deployed
-    block    each transformer block tuned toward the dense one (`compress/refine/blocks.py`)
-    global   the whole tuned toward the dense predictions (`compress/refine/whole.py`)
+    block    each transformer block tuned toward the dense one (`compression/refine/blocks.py`)
+    global   the whole tuned toward the dense predictions (`compression/refine/whole.py`)
 
 The last quarter of the calibration rows is held out: block and global keep what is better there, and nothing else.
 """
@@ -24,12 +24,12 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from ..compress.calibrate import make_batches
-from ..compress.evaluate import evaluate, strided_windows
-from ..compress.refine.blocks import refine_blocks
-from ..compress.refine.whole import refine_globally
-from ..compress.report import Report, report
-from ..compress.table import megabytes, render_table
+from ..compression.calibrate import make_batches
+from ..compression.evaluate import evaluate, strided_windows
+from ..compression.refine.blocks import refine_blocks
+from ..compression.refine.whole import refine_globally
+from ..compression.report import Report, report
+from ..compression.table import megabytes, render_table
 from ..configs.lowbit import LowBitConfig
 from ..nn.packed import LowBitModule
 from ..quantizers.memory import quantize
@@ -87,7 +87,7 @@ def compress(
             the free memory of this machine, less keys and values of 4096 tokens.
         bits: "ternary", 2, 3, 4 or 8 for all weights; a float is an average, scales included, which is planned.
         calibration: text, a text file, a Dataset, token tensors, chats or dicts of model inputs
-            (`compress/calibrate.py`). None rounds and plans without data; block and global are then left out.
+            (`compression/calibrate.py`). None rounds and plans without data; block and global are then left out.
         stages: of "layer", "block" and "global", in this order; "layer" is always the first.
         evaluation: as `calibration`: rows of 512 tokens, scored before and after each stage (perplexity; the first
             token of a row is not scored); or dicts with `labels`.

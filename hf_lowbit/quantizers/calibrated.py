@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compress.calibrate import make_batches
+from ..compression.calibrate import make_batches
 from ..configs.lowbit import LowBitConfig
 
 
@@ -44,6 +44,6 @@ def _tokenizer(model: nn.Module) -> Any:
 
 def convert_calibrated(model: nn.Module, targets: list, batches: list[dict[str, Tensor]]) -> None:
     """Convert `targets` in place and leave a record of each on the model, as `model.lowbit_records`."""
-    from ..compress.layer_stage import quantize_layers
+    from ..compression.layer_stage import quantize_layers
 
     model.lowbit_records = quantize_layers(model, targets, batches)

@@ -20,7 +20,7 @@ LAYERS = (
     ("kernels",),
     ("nn",),
     ("sparsity", "training"),
-    ("compress",),
+    ("compression",),
     ("quantizers",),
     ("pipeline",),
     ("exports", "hub"),
@@ -143,7 +143,7 @@ def test_the_package_is_seen():
         pytest.param(wrong_imports, "hf_lowbit/functional/a/x.py", "from ...nn import linear", id="nested"),
         pytest.param(wrong_imports, "hf_lowbit/nn/x.py", "def f():\n    from ..hub import card", id="in-function"),
         pytest.param(wrong_imports, "hf_lowbit/functional/x.py", "from ..configs import Scheme", id="neighbour"),
-        pytest.param(wrong_imports, "hf_lowbit/compress/x.py", "from ..quantizers import auto", id="upwards"),
+        pytest.param(wrong_imports, "hf_lowbit/compression/x.py", "from ..quantizers import auto", id="upwards"),
         pytest.param(wrong_imports, "hf_lowbit/cli/x.py", "import hf_lowbit", id="whole-package"),
         pytest.param(wrong_imports, "hf_lowbit/cli/x.py", "from hf_lowbit import LowBitConfig", id="public-name"),
         pytest.param(wrong_imports, "hf_lowbit/new/x.py", "", id="unknown-folder"),
@@ -163,7 +163,7 @@ def test_rule_sees_a_violation(rule, path, source):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        pytest.param("hf_lowbit/quantizers/x.py", "from ..compress import engine", id="downwards"),
+        pytest.param("hf_lowbit/quantizers/x.py", "from ..compression import engine", id="downwards"),
         pytest.param("hf_lowbit/nn/x.py", "from .linear import Linear\nfrom . import swap", id="same-folder"),
         pytest.param("hf_lowbit/nn/x.py", "from ..functional.grid import levels", id="deeper-module"),
         pytest.param("hf_lowbit/functional/x.py", "import torch.nn\nfrom torch import nn", id="torch"),

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import hf_lowbit as lb
-from hf_lowbit.compress.refine.blocks import refine_blocks
-from hf_lowbit.compress.refine.calls import forward
-from hf_lowbit.compress.refine.whole import loss, refine_globally
-from tests.compress.refine.architectures import Case, llama, make
-from tests.compress.refine.test_blocks import outputs, same, state
+from hf_lowbit.compression.refine.blocks import refine_blocks
+from hf_lowbit.compression.refine.calls import forward
+from hf_lowbit.compression.refine.whole import loss, refine_globally
+from tests.compression.refine.architectures import Case, llama, make
+from tests.compression.refine.test_blocks import outputs, same, state
 
 
 def distance(case):

@@ -4,7 +4,7 @@ import pytest
 from transformers.utils import logging
 
 from tests.assets import smollm2  # noqa: F401
-from tests.compress.refine.architectures import ARCHITECTURES, make
+from tests.compression.refine.architectures import ARCHITECTURES, make
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -16,7 +16,7 @@ def case(request):
 @pytest.fixture
 def warnings_told(caplog):
     """The log as a function, whoever silenced it before."""
-    logger, before = logging.get_logger("hf_lowbit.compress.refine.blocks"), logging.get_verbosity()
+    logger, before = logging.get_logger("hf_lowbit.compression.refine.blocks"), logging.get_verbosity()
     logging.set_verbosity_warning()
     logger.addHandler(caplog.handler)
     yield lambda: caplog.text

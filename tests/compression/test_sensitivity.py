@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from hf_lowbit.compress.sensitivity import candidates, fisher, options
+from hf_lowbit.compression.sensitivity import _rounded, candidates, fisher, options
 from hf_lowbit.configs.lowbit import LowBitConfig
+from hf_lowbit.nn.packed import PackedWeight
 from hf_lowbit.nn.targets import find_targets
 
 
@@ -33,7 +34,7 @@ def test_the_fisher_is_the_mean_squared_gradient():
     targets = targets_of(model)
     found = fisher(model, targets, batches())
     assert found.keys() == {t.name for t in targets}
-    assert all(f.shape == t.module.weight.shape and float(f.min()) >= 0 for f, t in zip(found.values(), targets))
+    assert all(found[t.name].shape == t.module.weight.shape and float(found[t.name].min()) >= 0 for t in targets)
     assert all(float(f.sum()) > 0 for f in found.values())
     # nothing of the model has changed
     assert model.training and not model.model.norm.weight.requires_grad
@@ -57,9 +58,6 @@ def test_costs_order_schemes_and_weights_as_the_divergence_does():
     for target in targets:
         for option in options(target, candidates(64, (2, 4)), importance[target.name]):
             kept = target.module.weight.detach().clone()
-            from hf_lowbit.compress.sensitivity import _rounded
-            from hf_lowbit.nn.packed import PackedWeight
-
             with torch.no_grad():
                 target.module.weight.copy_(_rounded(kept, PackedWeight(option.scheme, tuple(kept.shape))))
                 logits = model(data).logits.log_softmax(-1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.perplexity import window_nlls
-from hf_lowbit.compress.evaluate import IGNORED, evaluate, mask_tokens, strided_windows
-from tests.compress.refine.architectures import VOCABULARY, letters, make, speech
+from hf_lowbit.compression.evaluate import IGNORED, evaluate, mask_tokens, strided_windows
+from tests.compression.refine.architectures import VOCABULARY, letters, make, speech
 
 
 # sums in another order

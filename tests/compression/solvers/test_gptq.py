@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_lowbit.compress.solvers.gptq import DAMPING, factorize, relative_error, solve
+from hf_lowbit.compression.solvers.gptq import DAMPING, factorize, relative_error, solve
 from hf_lowbit.configs import Scheme
 from hf_lowbit.functional.grid import dequantize, expand_groups, grid_of
 from hf_lowbit.functional.rounding import round_to_nearest

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import hf_lowbit as lb
-from hf_lowbit.compress.refine.blocks import refine_blocks
-from hf_lowbit.compress.refine.calls import find_blocks, forward, record
-from tests.compress.refine.architectures import make
+from hf_lowbit.compression.refine.blocks import refine_blocks
+from hf_lowbit.compression.refine.calls import find_blocks, forward, record
+from tests.compression.refine.architectures import make
 
 
 STACKS = {"llama": 1, "bert": 1, "bert-without-head": 1, "t5": 2, "whisper": 2, "vit": 1, "gpt2": 1, "mixtral": 1}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_lowbit.compress.budget import cache_bytes, free_bytes, parse_budget
+from hf_lowbit.compression.budget import cache_bytes, free_bytes, parse_budget
 
 
 @pytest.mark.parametrize(("budget", "size"), [("60MB", 60_000_000), ("2GiB", 2 << 30), ("40%", 400), ("1.5 kb", 1500),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_lowbit.compress.table import megabytes, render_table
+from hf_lowbit.compression.table import megabytes, render_table
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.perplexity import novel
-from hf_lowbit.compress.calibrate import make_batches
+from hf_lowbit.compression.calibrate import make_batches
 from tests.assets import tiny_llama  # noqa: F401
 
 

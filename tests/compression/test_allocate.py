@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hf_lowbit.compress.allocate import UNITS, Option, allocate, smallest
+from hf_lowbit.compression.allocate import UNITS, Option, allocate, smallest
 from hf_lowbit.configs.scheme import Scheme
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import hf_lowbit as lb
-from hf_lowbit.compress.chains import find_chains, record
-from hf_lowbit.compress.layer_stage import quantize_layers
+from hf_lowbit.compression.chains import find_chains, record
+from hf_lowbit.compression.layer_stage import quantize_layers
 from hf_lowbit.nn.targets import find_targets
 from tests.quantizers.architectures import BY_ID
 
