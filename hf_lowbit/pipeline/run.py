@@ -21,13 +21,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..compression.calibrate import make_batches
-from ..compression.evaluate import evaluate, strided_windows
-from ..compression.refine.blocks import refine_blocks
-from ..compression.refine.whole import refine_globally
 from ..compression.report import Report, report
 from ..compression.table import megabytes, render_table
 from ..configs.lowbit import LowBitConfig
@@ -117,6 +114,9 @@ def compress(
 
 
 def _run(dense, tokenizer, store: Store | None, budget, bits, batches, scored, stages, seed) -> Compressed:
+    from ..compression.refine.blocks import refine_blocks
+    from ..compression.refine.whole import refine_globally
+
     done = {} if store is None else dict(store.stages)
     notes, records = [], {}
     training, held_out = _split(batches)
@@ -167,6 +167,8 @@ def _keep(store: Store | None, model, tokenizer, stage: str, records: dict, note
 
 
 def _record(model: nn.Module, scored: list[dict] | None, begin: float) -> dict:
+    from ..compression.evaluate import evaluate
+
     seconds = time.perf_counter() - begin
     found = None if scored is None else evaluate(model, scored)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -220,6 +222,8 @@ def _model_class(name) -> type[PreTrainedModel]:
 
 
 def _tokenizer(name):
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError):
@@ -228,6 +232,8 @@ def _tokenizer(name):
 
 
 def _evaluation(data: Any, tokenizer, model) -> list[dict]:
+    from ..compression.evaluate import strided_windows
+
     batches = make_batches(data, tokenizer, model, rows=sys.maxsize)
     rows = []
     for batch in batches:
