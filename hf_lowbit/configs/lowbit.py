@@ -29,14 +29,14 @@ class LowBitConfig(QuantizationConfigMixin):
     """Quantization config for `from_pretrained(quantization_config=...)` and `hf_lowbit.quantize`.
 
     Args:
-        bits: "ternary", 2, 3, 4 (default) or 8. A float such as 3.2 (average bits, planned) is not available yet.
+        bits: "ternary", 2, 3, 4 (default) or 8. A float (an average) is planned by `lb.compress`.
         group_size: weights along the input that share one scale (default 128); None: one scale per output channel;
             "tensor": one scale per weight. It need not divide the input size.
         symmetric: None (default) uses zero points at 2 and 3 bits and none elsewhere.
         activations: "float" or "int8" per token; None (default) is "int8" for ternary and "float" for the rest.
         method: "rtn", round to nearest with a searched clip, without data. "gptq": codes that compensate each other's
             errors on `calibration`, block by block; the dense model is loaded for it.
-        budget: bytes to fit, planned. Not available yet.
+        budget: bytes to fit; planned by `lb.compress`.
         calibration: data for "gptq"; never saved. A list of texts, a text file, a Dataset (column text, messages or
             input_ids), chats, token tensors, or dicts of model inputs; some thousand tokens. "rtn" needs none.
         modules: {name or "re:pattern": Scheme or dict} for single modules; overrides the fields above (a dict without
@@ -52,7 +52,7 @@ class LowBitConfig(QuantizationConfigMixin):
 
     Raises:
         TypeError, ValueError: with the field, its value and the allowed ones.
-        NotImplementedError: for what is announced but not available yet.
+        NotImplementedError: for an average or a budget.
     """
 
     fields = FIELDS
@@ -86,11 +86,11 @@ class LowBitConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD
         if isinstance(bits, float):
             raise NotImplementedError(
-                f'`bits`={bits} asks for a planned average, which is not available yet; use "ternary", 2, 3, 4 or 8.'
+                f"`bits`={bits} asks for a planned average: call `hf_lowbit.compress(model, bits={bits})`."
             )
         if budget is not None:
             raise NotImplementedError(
-                f"`budget`={budget!r} asks for a planned size, which is not available yet; choose `bits` instead."
+                f"`budget`={budget!r} asks for a planned size: call `hf_lowbit.compress(model, budget={budget!r})`."
             )
         if method not in METHODS:
             raise ValueError(f"`method`={method!r} is not supported; use one of {list(METHODS)}.")
