@@ -1,4 +1,5 @@
-"""The tables of docs/sparsity.md: the quality of benchmarks/results/sparsity.json, and bounds from arithmetic alone.
+"""The tables of docs/sparsity.md: quality and speed from benchmarks/results/{sparsity,blocks}.json, and bounds from
+arithmetic alone.
 
 python -m benchmarks.render_sparsity
 """
@@ -91,13 +92,49 @@ def quality_table(content: dict) -> str:
     return table(header, lines)
 
 
+def forward_table(rows: dict) -> str:
+    """How many times faster than dense one product is, lowest and highest of the shapes."""
+    found: dict[tuple[str, str, str], dict[str, list[dict]]] = {}
+    for key, row in rows.items():
+        kind, *names = key.split()
+        if kind == "forward":
+            dtype, _, sparsity, block, m = names
+            found.setdefault((dtype, sparsity, block.removeprefix("b")), {}).setdefault(m, []).append(row)
+    counts = sorted({m for by_rows in found.values() for m in by_rows}, key=lambda m: int(m[2:]))
+    lines = []
+    for (dtype, sparsity, block), by_rows in found.items():
+        limits = [row["limit"] for row in next(iter(by_rows.values()))]
+        cells = [span([row["products"]["blocks"]["ratio"] for row in by_rows.get(m, [])]) for m in counts]
+        lines.append([f"{dtype}, {sparsity}", f"{block} x {block}", *cells, span(limits)])
+    return table(["weights, sparsity", "blocks", *counts, "dense / live weights"], lines)
+
+
+def training_table(rows: dict) -> str:
+    """How many times faster than dense a step of a SwiGLU MLP is: forward, and the gradients of x and the weights."""
+    lines = []
+    for key, row in rows.items():
+        kind, dtype, shape, sparsity, _, m = key.split()
+        if kind == "training":
+            ratios = [f"{row['products'][name]['ratio']:.2f}" for name in ("blocks", "torch")]
+            lines.append([f"{dtype}, {sparsity}", f"{shape}, {m}", *ratios])
+    return table(["weights, sparsity", "MLP", "C library", "torch alone"], lines)
+
+
+def span(values: list[float]) -> str:
+    low, high = (f"{value:.1f}" for value in (min(values), max(values))) if values else ("", "")
+    return low if low == high else f"{low} - {high}"
+
+
 def write(folder: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
     """Bring docs/sparsity.md up to date with what has been measured."""
     path = docs / "sparsity.md"
     content = json.loads((folder / "sparsity.json").read_text())
     text = f"{quality_table(content)}\n\n{conditions(content)}"
     page = replace_between(path.read_text(), "ceilings", ceilings_table())
-    path.write_text(replace_between(page, "sparsity quality", text))
+    page = replace_between(page, "sparsity quality", text)
+    content = json.loads((folder / "blocks.json").read_text())
+    text = f"{forward_table(content['rows'])}\n\n{training_table(content['rows'])}\n\n{conditions(content)}"
+    path.write_text(replace_between(page, "sparsity speed", text))
     print(f"tables: {path}")
 
 
