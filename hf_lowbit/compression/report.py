@@ -72,7 +72,7 @@ class Report:
         for (scheme, kernel, reason), members in groups.items():
             parameters, size = sum(m.parameters for m in members), sum(m.bytes for m in members)
             rows.append([
-                _describe(scheme), str(len(members)), f"{parameters:,}",
+                "blocks" if members[0].block else _describe(scheme), str(len(members)), f"{parameters:,}",
                 f"{100 * parameters / max(self.total_parameters, 1):.1f} %", megabytes(size),
                 f"{8 * size / max(parameters, 1):.2f}", "-" if scheme is None else scheme.activations, kernel, reason,
             ])  # fmt: skip

@@ -86,6 +86,7 @@ def test_two_processes_build_at_once(tmp_path):
         "lowbit_rows": 0,
         "lowbit_experts": 0,
         "lowbit_update": 0,
+        "lowbit_block_linear": 0,
     }
     (sources / "lowbit_cpu.c").write_text(
         "\n".join(

@@ -75,6 +75,7 @@ def test_the_report_shows_sparsity_bytes_and_kernel(trained):
     assert sum(m.bytes for m in rows) == sum(m.stored_bytes() for _, m in sparse_modules(trained[0]))
     assert sum(m.parameters for m in report.modules) == report.total_parameters == trained[0].num_parameters()
     assert "90.00% of their blocks dead" in str(report)
+    assert any(line.startswith("blocks") and "16x16" in line for line in str(report).splitlines())
 
 
 def test_another_process_that_only_knows_transformers(trained):
