@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .refine.calls import Batch, forward, undisturbed
+from .calls import Batch, forward, undisturbed
 
 
 IGNORED = -100

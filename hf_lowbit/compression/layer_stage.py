@@ -22,7 +22,8 @@ from ..functional.packing import pack
 from ..nn.packed import PackedWeight
 from ..nn.swap import convert
 from ..nn.targets import Target
-from .chains import Chain, Recording, find_chains, record, run_model
+from .calls import forward, undisturbed
+from .chains import Chain, Recording, find_chains, record
 from .solvers.gptq import Solution, solve
 from .statistics import Accumulator, correct, watch_inputs
 
@@ -49,7 +50,6 @@ class ModuleRecord:
     note: str | None = None
 
 
-@torch.no_grad()
 def quantize_layers(
     model: nn.Module,
     targets: list[Target],
@@ -68,13 +68,8 @@ def quantize_layers(
         ValueError: when a weight, or an input on the data, holds NaN or infinity.
     """
     targets = [target for target in targets if target.packed is not None]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with undisturbed(model), torch.no_grad():
         return _Stage(model, targets, batches, strength, passes, done).run()
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 class _Stage:
@@ -137,7 +132,7 @@ class _Stage:
             sums = Accumulator()
             for batch in self.batches:
                 with watch_inputs({n: t.module for n, t in solved.items()}) as seen:
-                    run_model(self.model, batch)
+                    forward(self.model, batch)
                 sums.add(seen, None, batch)
             for found in sums.groups():
                 self._solve([solved[n] for n in found.names], found)
@@ -156,11 +151,7 @@ class _Stage:
             return
         convert(targets, quiet=True)
         for target in targets:
-            reason = {
-                "embedding": "a table is rounded without data",
-                "experts": "fused experts are rounded without data",
-            }
-            self._record(target, "rtn", None, 0, reason.get(target.kind, note))
+            self._record(target, "rtn", None, 0, WITHOUT_DATA.get(target.kind, note))
 
     def _record(self, target: Target, method: str, error, tokens: int, note) -> None:
         self.waiting.pop(target.name, None)

@@ -99,7 +99,7 @@ def report(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch module, got {type(model).__name__}.")
-    why_dense, dtype = _reasons(model), _compute_dtype(model)
+    why_dense, dtype = _reasons(model), compute_dtype(model)
     modules, seen = [], set()
     for name, module in model.named_modules():
         lowbit = module.lowbit if isinstance(module, LowBitModule) else {}
@@ -186,7 +186,7 @@ def problem_for(module: LowBitModule, parameter: str, packed: PackedWeight, rows
     )
 
 
-def _compute_dtype(model: nn.Module) -> torch.dtype:
+def compute_dtype(model: nn.Module) -> torch.dtype:
     """Dtype of the first dense floating parameter, or of what a low-bit table gives: activations have it too."""
     for module in model.modules():
         ours = {*module.lowbit, *module.companions()} if isinstance(module, LowBitModule) else ()

@@ -25,6 +25,7 @@ from ..configs.scheme import Scheme
 from ..nn.packed import PackedWeight, dense_rows, quantize_weight
 from ..nn.targets import Target
 from .allocate import Option
+from .calls import forward, undisturbed
 
 
 BITS = (2, 3, 4, 8)
@@ -43,29 +44,26 @@ def fisher(model: nn.Module, targets: list[Target], batches: list[dict], seed: i
     weights = {t.name: t.module._parameters[t.parameter] for t in targets}
     wanted = {id(w) for w in weights.values()}
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    modes = [(m, m.training) for m in model.modules()]
     sums = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
     tokens, generator = 0, torch.Generator().manual_seed(seed)
-    model.eval()
     try:
         for p, _, _ in before:
             p.grad = None
             p.requires_grad_(id(p) in wanted)
-        for batch in logging.tqdm(batches, desc="Measuring sensitivities"):
-            score, count = _score(model(**batch), batch.get("attention_mask"), generator)
-            score.backward()
-            tokens += count
-            for name, weight in weights.items():
-                if weight.grad is not None:
-                    sums[name] += weight.grad.to(torch.float32).square()
-            for weight in weights.values():
-                weight.grad = None
+        with undisturbed(model):
+            for batch in logging.tqdm(batches, desc="Measuring sensitivities"):
+                score, count = _score(forward(model, batch), batch.get("attention_mask"), generator)
+                score.backward()
+                tokens += count
+                for name, weight in weights.items():
+                    if weight.grad is not None:
+                        sums[name] += weight.grad.to(torch.float32).square()
+                for weight in weights.values():
+                    weight.grad = None
     finally:
         for p, required, grad in before:
             p.requires_grad_(required)
             p.grad = grad
-        for module, mode in modes:
-            module.training = mode
     return {name: total / max(tokens, 1) for name, total in sums.items()}
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .calls import Batch, Call, find_blocks, mask_of, record, relative_error, undisturbed
+from ..calls import Batch, undisturbed
+from .calls import Call, find_blocks, mask_of, record, relative_error
 from .tuning import Snapshot, Tuning
 
 

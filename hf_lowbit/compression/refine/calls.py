@@ -1,24 +1,21 @@
 """Transformer blocks of any model, and the calls that reach them.
 
-A block is a member of an `nn.ModuleList` of at least two modules of one class, in which low-bit layers lie; lists
-inside of blocks do not count. How a block is called (masks, positions, encoder states) is recorded by a hook in one
-forward pass of the whole model, and the block is entered again with those arguments and another hidden state.
+A block is a member of a stack (`compression/calls.py`) in which low-bit layers lie. How a block is called (masks,
+positions, encoder states) is recorded by a hook in one forward pass of the whole model, and the block is entered again
+with those arguments and another hidden state.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from ...nn.packed import LowBitModule
+from ..calls import Batch, find_stacks, first, forward
 
 
-Batch = dict[str, Tensor]
 # relative squared error up to which two runs of a block are one: products of another order differ by less
 SAME = 1e-4
 
@@ -42,22 +39,9 @@ class Call:
         return first(run(hidden, *self.args, **self.kwargs))
 
 
-def first(output) -> Tensor:
-    """The hidden state of what a block returns: itself, or the first of a tuple."""
-    return output if isinstance(output, Tensor) else output[0]
-
-
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Name and list of every stack of blocks, in the model's order (an encoder before its decoder)."""
-    found: list[tuple[str, nn.ModuleList]] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2 or len({type(m) for m in module}) > 1:
-            continue
-        if any(name.startswith(outer + ".") for outer, _ in found):
-            continue
-        if any(isinstance(inner, LowBitModule) for inner in module.modules()):
-            found.append((name, module))
-    return found
+    """The stacks in which low-bit layers lie."""
+    return find_stacks(model, lambda stack: any(isinstance(inner, LowBitModule) for inner in stack.modules()))
 
 
 def record(model: nn.Module, blocks: nn.ModuleList, batches: list[Batch], entry: int = 0) -> list[list[Call]]:
@@ -106,17 +90,6 @@ def _reproduces(block: nn.Module, call: Call) -> bool:
     return again.shape == call.output.shape and float(relative_error(again, call.output, None)) < SAME
 
 
-def forward(model: nn.Module, batch: Batch, run=None):
-    """The model's forward pass of a batch on its device, without a cache. `run` replaces the model's call."""
-    device = next(model.parameters()).device
-    arguments = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if "use_cache" in parameters or (takes_any and getattr(model.config, "use_cache", None) is not None):
-        arguments.setdefault("use_cache", False)
-    return (run or model)(**arguments)
-
-
 def mask_of(batch: Batch, shape: torch.Size, decoder: bool) -> Tensor | None:
     """The padding mask [B, T] of hidden states of `shape`, or None where the batch has none of that size."""
     names = ("decoder_attention_mask",) if decoder and "decoder_attention_mask" in batch else ("attention_mask",)
@@ -139,18 +112,3 @@ def relative_error(output: Tensor, target: Tensor, mask: Tensor | None) -> Tenso
         return error.mean()
     mask = mask.to(error.device, torch.float32)
     return (error * mask).sum() / mask.sum().clamp_min(1)
-
-
-@contextmanager
-def undisturbed(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards modes, gradients and the generators of random numbers are as before."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    for model in models:
-        model.eval()
-    try:
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

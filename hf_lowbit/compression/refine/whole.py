@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..calls import Batch, forward, undisturbed
 from .blocks import check
-from .calls import Batch, forward, mask_of, relative_error, undisturbed
+from .calls import mask_of, relative_error
 from .tuning import Snapshot, Tuning
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import hf_lowbit as lb
+from hf_lowbit.compression.calls import forward
 from hf_lowbit.compression.refine.blocks import refine_blocks
-from hf_lowbit.compression.refine.calls import find_blocks, forward, record
+from hf_lowbit.compression.refine.calls import find_blocks, record
 from tests.compression.refine.architectures import make
 
 

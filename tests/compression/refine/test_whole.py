@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hf_lowbit as lb
+from hf_lowbit.compression.calls import forward
 from hf_lowbit.compression.refine.blocks import refine_blocks
-from hf_lowbit.compression.refine.calls import forward
 from hf_lowbit.compression.refine.whole import loss, refine_globally
 from tests.compression.refine.architectures import Case, llama, make
 from tests.compression.refine.test_blocks import outputs, same, state
