@@ -25,7 +25,7 @@ def parse_budget(budget: str | int, dense_bytes: int) -> int:
     if isinstance(budget, int):
         size = budget
     else:
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[kmg]?i?b|)\s*", budget.lower())
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[kmg]i?b|b|)\s*", budget.lower())
         if found is None:
             raise ValueError(f'`budget`={budget!r} is no size; write bytes, "60MB", "2GiB" or "40%".')
         number, unit = float(found[1]), found[2]

@@ -22,7 +22,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from .calls import Batch, forward, undisturbed
 
@@ -103,6 +106,31 @@ def mask_tokens(batches: Iterable[Batch], mask_token_id: int, share: float = 0.1
     if not any(bool((batch["labels"] != IGNORED).any()) for batch in masked):
         raise ValueError(f"`share`={share} of so few tokens drew none; give more text.")
     return masked
+
+
+def labelled(batches: Iterable[Batch], model: nn.Module, tokenizer, length: int, seed: int = 0) -> list[Batch]:
+    """Batches that `evaluate` can score: those with labels as they are, rows of plain token ids by the model's kind.
+
+    Causal models get `strided_windows` of `length` tokens, masked models `mask_tokens`. Raises ValueError for other
+    kinds, and for rows that are more than token ids but have no labels.
+    """
+    found: list[Batch] = []
+    for batch in batches:
+        if "labels" in batch:
+            found.append(batch)
+            continue
+        if set(batch) - {"input_ids", "attention_mask"} or "input_ids" not in batch:
+            raise ValueError(f"rows of {sorted(batch)} can't be scored without `labels`.")
+        if type(model).__name__ in _causal_classes(model):
+            found += [w for row in batch["input_ids"] for w in strided_windows(row, length)]
+        elif type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
+            mask = getattr(tokenizer, "mask_token_id", None)
+            if mask is None:
+                raise ValueError(f"{type(model).__name__} is scored by masked tokens: there is no tokenizer's mask.")
+            found += mask_tokens([batch], mask, seed=seed + len(found))
+        else:
+            raise ValueError(f"{type(model).__name__} can't be scored on plain tokens: pass rows with `labels`.")
+    return found
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..configs.lowbit import LowBitConfig
 from ..configs.scheme import BITS, Scheme
@@ -80,7 +80,7 @@ def inspect(model_or_id: nn.Module | str | os.PathLike, group_size: int | str | 
     Raises:
         OSError: when there is no such model. TypeError: for anything that is neither a model nor a name.
     """
-    model, title = _build(model_or_id)
+    model, title = on_meta(model_or_id)
     by_parameter = {target.parameter_name: target for target in decide(model, LowBitConfig(group_size=group_size))}
     facts, seen = [], {}
     for module_name, module in model.named_modules():
@@ -123,7 +123,8 @@ def _facts(full, module, tensor, target: Target | None, group_size) -> ModuleFac
                        target.reason, sizes)  # fmt: skip
 
 
-def _build(model_or_id) -> tuple[nn.Module, str]:
+def on_meta(model_or_id) -> tuple[nn.Module, str]:
+    """A model as it is, or one without weights from the config of an id or folder; and what to call it."""
     if isinstance(model_or_id, nn.Module):
         return model_or_id, type(model_or_id).__name__
     if not isinstance(model_or_id, (str, os.PathLike)):
@@ -131,16 +132,24 @@ def _build(model_or_id) -> tuple[nn.Module, str]:
     looks_local = os.path.isabs(model_or_id) or str(model_or_id).startswith((".", "~"))
     if looks_local and not os.path.isdir(model_or_id):
         raise FileNotFoundError(f"`{model_or_id}` is no folder; pass a checkpoint's folder, a Hub id or a model.")
-    config = AutoConfig.from_pretrained(model_or_id)
-    if hasattr(config, "quantization_config"):
-        raise ValueError(
-            f"`{model_or_id}` is already quantized; load it with from_pretrained and print hf_lowbit.report(model)."
-        )
-    names = [name for name in (getattr(config, "architectures", None) or []) if hasattr(transformers, name)]
-    cls = getattr(transformers, names[0]) if names else transformers.AutoModel
+    cls, config = class_of(model_or_id)
     with torch.device("meta"):
         model = cls._from_config(config) if issubclass_pretrained(cls) else cls.from_config(config)
     return model, str(model_or_id)
+
+
+def class_of(name: str | os.PathLike) -> tuple[type, PretrainedConfig]:
+    """The model class that a dense checkpoint names (`AutoModel` where it names none), and its config.
+
+    Raises ValueError for one that is quantized.
+    """
+    config = AutoConfig.from_pretrained(name)
+    if hasattr(config, "quantization_config"):
+        raise ValueError(
+            f"`{name}` is already quantized; load it with from_pretrained and print hf_lowbit.report(model)."
+        )
+    known = [n for n in (getattr(config, "architectures", None) or []) if hasattr(transformers, n)]
+    return (getattr(transformers, known[0]) if known else transformers.AutoModel), config
 
 
 def issubclass_pretrained(cls) -> bool:

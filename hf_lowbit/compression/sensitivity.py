@@ -64,7 +64,17 @@ def fisher(model: nn.Module, targets: list[Target], batches: list[dict], seed: i
         for p, required, grad in before:
             p.requires_grad_(required)
             p.grad = grad
-    return {name: total / max(tokens, 1) for name, total in sums.items()}
+    found = {name: total / max(tokens, 1) for name, total in sums.items()}
+    return _with_unreached(found)
+
+
+def _with_unreached(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A weight that no token reached (an expert, a branch) counts as the others do on average, not as worthless."""
+    reached = [f for f in found.values() if bool(f.any())]
+    if not reached:
+        raise ValueError("no weight that is to be compressed has a gradient on the calibration data; plan without it.")
+    average = sum(float(f.sum(dtype=torch.float64)) for f in reached) / sum(f.numel() for f in reached)
+    return {name: f if bool(f.any()) else torch.full_like(f, average) for name, f in found.items()}
 
 
 def _score(output, mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, int]:
@@ -75,7 +85,7 @@ def _score(output, mask: Tensor | None, generator: torch.Generator) -> tuple[Ten
         raise ValueError(f"{type(output).__name__} holds neither logits nor a last hidden state; plan without data.")
     rows = values.reshape(-1, values.shape[-1]).float()
     if mask is not None and mask.numel() == len(rows):
-        rows = rows[mask.reshape(-1).bool()]
+        rows = rows[mask.reshape(-1).bool().to(rows.device)]
     if not bool(torch.isfinite(rows).all()):
         raise ValueError("the model gives NaN or infinity on the calibration data; look at the data and the weights.")
     if logits is None:

@@ -1,6 +1,6 @@
 """The stages of a compression, in order. Each improves the model of the one before, and each is saved.
 
-    plan     a scheme for every weight (`plan.py`)
+    plan     a scheme for every weight (`compression/plan.py`)
     layer    GPTQ on calibration data, or rounding without; this checkpoint can be deployed
     block    each transformer block tuned toward the dense one (`compression/refine/blocks.py`)
     global   the whole tuned toward the dense predictions (`compression/refine/whole.py`)
@@ -11,30 +11,29 @@ The last quarter of the calibration rows is held out: block and global keep what
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
-from transformers.utils import logging
 
 from ..compression.calibrate import make_batches
+from ..compression.inspect import class_of, on_meta
+from ..compression.plan import check_size, plan, uniform
 from ..compression.report import Report, report
 from ..compression.table import megabytes, render_table
 from ..configs.lowbit import LowBitConfig
+from ..nn.block_sparse import BlockModule
 from ..nn.packed import LowBitModule
+from ..quantizers.calibrated import tokenizer_of
 from ..quantizers.memory import quantize
-from .plan import average_bits, known_bits, plan
-from .store import Store, alone, fingerprint
+from .store import Store, alone, fingerprint, fingerprint_of_files
 
 
-logger = logging.get_logger(__name__)
 STAGES = ("layer", "block", "global")
 # rows of calibration text, of which a quarter is held out
 ROWS = 16
@@ -97,76 +96,104 @@ def compress(
             named), a model that is quantized already, data that is empty, too short, or of another vocabulary.
         FileExistsError, RuntimeError: when `output_dir` holds something else, or another run is writing it.
     """
-    known_bits(bits)
+    check_size(bits, budget)
     stages = _stages(stages)
     if low_memory:
-        return _rounded_while_loading(model_or_id, output_dir, budget, bits, calibration, stages)
-    dense, tokenizer = _load(model_or_id)
+        _check_low_memory(model_or_id, budget, bits, calibration, stages)
+        dense = on_meta(model_or_id)[0]
+    else:
+        dense = _load(model_or_id)
+    tokenizer = tokenizer_of(dense)
     with _same_rng(seed):
         batches = None if calibration is None else make_batches(calibration, tokenizer, dense, rows=ROWS, seed=seed)
         scored = None if evaluation is None else _evaluation(evaluation, tokenizer, dense)
+        run = _Run(model_or_id, dense, tokenizer, batches, scored, seed)
         if output_dir is None:
-            return _run(dense, tokenizer, None, budget, bits, batches, scored, stages, seed)
-        settings = {"budget": budget, "bits": bits, "seed": seed}
+            return run.go(stages, bits, budget, None)
         with alone(output_dir):
-            store = Store(output_dir, fingerprint(dense, batches, settings), resume)
-            return _run(dense, tokenizer, store, budget, bits, batches, scored, stages, seed)
+            identity = {**run.identity(), "settings": json.dumps({"budget": budget, "bits": bits, "seed": seed})}
+            return run.go(stages, bits, budget, Store(output_dir, identity, resume))
 
 
-def _run(dense, tokenizer, store: Store | None, budget, bits, batches, scored, stages, seed) -> Compressed:
-    from ..compression.refine.blocks import refine_blocks
-    from ..compression.refine.whole import refine_globally
+class _Run:
+    """A compression: what it starts from, and what it has made so far. `dense` has no weights with `low_memory`."""
 
-    done = {} if store is None else dict(store.stages)
-    notes, records = [], {}
-    training, held_out = _split(batches)
-    if "layer" in done:
-        model = type(dense).from_pretrained(store.folder).eval()
-        records = done
-    else:
-        begin = time.perf_counter()
-        config, chosen, targets = plan(dense, bits, budget, training, seed)
-        logger.info(f"planned {average_bits(chosen, targets):.2f} bits a weight for {len(targets)} weights")
-        records["dense"] = _record(dense, scored, begin)
-        begin = time.perf_counter()
-        model = copy.deepcopy(dense)
-        wanted = {} if training is None else {"method": "gptq", "calibration": training}
-        model = quantize(model, LowBitConfig(**_fields(config), **wanted))
-        records["layer"] = _record(model, scored, begin)
-        _keep(store, model, tokenizer, "layer", records, notes)
-    for stage in stages[1:]:
-        if stage in records:
-            continue
-        if held_out is None:
-            notes.append(f"stage {stage!r} was left out: it needs two rows of {WINDOW} tokens of `calibration`.")
-            continue
-        begin = time.perf_counter()
-        if stage == "block":
-            found = refine_blocks(model, dense, training, held_out, seed=seed)
-            details = {"blocks": [asdict(block) for block in found]}
-            if not found:
-                notes.append("stage 'block' changed nothing: the model has no repeated blocks.")
-        else:
-            details = {"distillation": asdict(refine_globally(model, dense, training, held_out, seed=seed))}
-        records[stage] = {**_record(model, scored, begin), **details}
-        _keep(store, model, tokenizer, stage, records, notes)
-    folder = None if store is None else str(store.folder)
-    return Compressed(model, model.hf_quantizer.quantization_config, report(model), records, notes, folder)
+    def __init__(self, source, dense: nn.Module, tokenizer, batches, scored, seed: int):
+        self.source, self.dense, self.tokenizer, self.scored, self.seed = source, dense, tokenizer, scored, seed
+        self.batches = batches
+        self.training, self.held_out = _split(batches)
+        self.low_memory = any(p.device.type == "meta" for p in dense.parameters())
+        self.records: dict[str, dict] = {}
+        self.notes: list[str] = []
+
+    def identity(self) -> dict[str, str]:
+        if self.low_memory:
+            return {"model": fingerprint_of_files(self.source), "calibration": ""}
+        return fingerprint(self.dense, self.batches)
+
+    def go(self, stages, bits, budget, store: Store | None) -> Compressed:
+        self.records = {} if store is None else dict(store.stages)
+        late = [s for s in stages if s not in self.records and any(d in self.records for d in _after(s))]
+        if late:
+            raise ValueError(
+                f"`output_dir`={str(store.folder)!r} holds a model after stage {list(self.records)[-1]!r}, and "
+                f"{late[0]!r} comes before it. Name another folder, or pass resume=False to begin anew there."
+            )
+        model = type(self.dense).from_pretrained(store.folder).eval() if "layer" in self.records else None
+        for stage in stages:
+            if stage in self.records:
+                continue
+            if stage == "layer" and not self.low_memory:
+                self.records["dense"] = _record(self.dense, self.scored, time.perf_counter())
+            begin = time.perf_counter()
+            if stage == "layer":
+                model, details = self._layer(bits, budget), {}
+            else:
+                details = self._refine(stage, model)
+            if details is None:
+                continue
+            self.records[stage] = {**_record(model, self.scored, begin), **details}
+            if store is not None:
+                content = {"stages": self.records, "notes": self.notes, "report": report(model).to_dict()}
+                store.save(model, self.tokenizer, self.records, content)
+        folder = None if store is None else str(store.folder)
+        config = model.hf_quantizer.quantization_config
+        return Compressed(model, config, report(model), self.records, self.notes, folder)
+
+    def _layer(self, bits, budget) -> nn.Module:
+        planned = bits is None or isinstance(bits, float)
+        config = plan(self.dense, bits, budget, self.training, self.seed) if planned else uniform(self.dense, bits)
+        if self.low_memory:
+            loaded = type(self.dense).from_pretrained(self.source, dtype="auto", quantization_config=config)
+            return loaded.eval()
+        if self.training is not None:
+            fields = {"bits": config.bits, "group_size": config.group_size, "modules": dict(config.modules) or None}
+            config = LowBitConfig(**fields, method="gptq", calibration=self.training)
+        return quantize(copy.deepcopy(self.dense), config)
+
+    def _refine(self, stage: str, model: nn.Module) -> dict | None:
+        """Improve `model` in place; None where the stage is left out, which a note then says."""
+        from ..compression.refine.blocks import refine_blocks
+        from ..compression.refine.whole import refine_globally
+
+        if self.held_out is None:
+            self.notes.append(f"stage {stage!r} was left out: it needs two rows of {WINDOW} tokens of `calibration`.")
+            return None
+        if stage == "global":
+            found = refine_globally(model, self.dense, self.training, self.held_out, seed=self.seed)
+            return {"distillation": asdict(found)}
+        blocks = refine_blocks(model, self.dense, self.training, self.held_out, seed=self.seed)
+        if not blocks:
+            self.notes.append("stage 'block' changed nothing: the model has no repeated blocks.")
+        return {"blocks": [asdict(block) for block in blocks]}
 
 
-def _fields(config: LowBitConfig) -> dict:
-    return {"bits": config.bits, "group_size": config.group_size, "modules": dict(config.modules) or None}
-
-
-def _keep(store: Store | None, model, tokenizer, stage: str, records: dict, notes: list[str]) -> None:
-    if store is None:
-        return
-    store.stages = {name: record for name, record in records.items() if name != stage}
-    content = {"stages": records, "notes": notes, "report": report(model).to_dict()}
-    store.save(model, tokenizer, stage, records[stage], {}, content)
+def _after(stage: str) -> tuple[str, ...]:
+    return STAGES[STAGES.index(stage) + 1 :]
 
 
 def _record(model: nn.Module, scored: list[dict] | None, begin: float) -> dict:
+    """Figures of a model that took the time since `begin` to make."""
     from ..compression.evaluate import evaluate
 
     seconds = time.perf_counter() - begin
@@ -201,50 +228,25 @@ def _stages(stages) -> tuple[str, ...]:
     return stages
 
 
-def _load(model_or_id) -> tuple[nn.Module, Any]:
+def _load(model_or_id) -> nn.Module:
     if isinstance(model_or_id, nn.Module):
-        if any(isinstance(m, LowBitModule) for m in model_or_id.modules()) or hasattr(model_or_id, "hf_quantizer"):
+        lowbit = any(isinstance(m, (LowBitModule, BlockModule)) for m in model_or_id.modules())
+        if lowbit or getattr(model_or_id, "hf_quantizer", None) is not None:
             raise ValueError("the model is quantized already; pass the dense one.")
-        name = getattr(model_or_id, "name_or_path", None)
-        return model_or_id, _tokenizer(name) if name else None
+        return model_or_id
     if not isinstance(model_or_id, (str, os.PathLike)):
         raise TypeError(f"`model_or_id` must be a model, a model id or a folder, got {type(model_or_id).__name__}.")
-    model = _model_class(model_or_id).from_pretrained(model_or_id, dtype="auto").eval()
-    return model, _tokenizer(model_or_id)
+    return class_of(model_or_id)[0].from_pretrained(model_or_id, dtype="auto").eval()
 
 
-def _model_class(name) -> type[PreTrainedModel]:
-    config = AutoConfig.from_pretrained(name)
-    if hasattr(config, "quantization_config"):
-        raise ValueError(f"`{name}` is quantized already; pass the dense model that it was made from.")
-    known = [n for n in (config.architectures or []) if hasattr(transformers, n)]
-    return getattr(transformers, known[0]) if known else transformers.AutoModel
+def _evaluation(data: Any, tokenizer, model: nn.Module) -> list[dict]:
+    """Rows with labels: those that `data` has, or made of plain token ids, as the model's kind asks for."""
+    from ..compression.evaluate import labelled
+
+    return labelled(make_batches(data, tokenizer, model, rows=sys.maxsize), model, tokenizer, WINDOW)
 
 
-def _tokenizer(name):
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError):
-        # models of images or sound have none; text for them is refused in a sentence
-        return None
-
-
-def _evaluation(data: Any, tokenizer, model) -> list[dict]:
-    from ..compression.evaluate import strided_windows
-
-    batches = make_batches(data, tokenizer, model, rows=sys.maxsize)
-    rows = []
-    for batch in batches:
-        labelled = "labels" in batch or "input_ids" not in batch or set(batch) - {"input_ids", "attention_mask"}
-        rows += [batch] if labelled else strided_windows(batch["input_ids"][0], WINDOW)
-    if not all("labels" in row for row in rows):
-        raise ValueError("`evaluation` has rows without `labels` that are not plain token ids: nothing to score.")
-    return rows
-
-
-def _rounded_while_loading(model_or_id, output_dir, budget, bits, calibration, stages) -> Compressed:
+def _check_low_memory(model_or_id, budget, bits, calibration, stages) -> None:
     if isinstance(model_or_id, nn.Module) or calibration is not None or stages != ("layer",):
         raise ValueError(
             "`low_memory`=True rounds each weight when it is read: pass an id or a folder, no `calibration`, and "
@@ -254,17 +256,6 @@ def _rounded_while_loading(model_or_id, output_dir, budget, bits, calibration, s
         raise ValueError(
             '`low_memory`=True sees no weight twice and can\'t plan: pass `bits`="ternary", 2, 3, 4 or 8.'
         )
-    begin = time.perf_counter()
-    config = LowBitConfig(bits=bits, group_size="tensor" if bits == "ternary" else 64)
-    model = _model_class(model_or_id).from_pretrained(model_or_id, dtype="auto", quantization_config=config).eval()
-    records = {"layer": _record(model, None, begin)}
-    folder = None
-    if output_dir is not None:
-        with alone(output_dir):
-            store = Store(output_dir, {"model": str(model_or_id), "settings": repr(bits)}, resume=False)
-            _keep(store, model, _tokenizer(model_or_id), "layer", records, [])
-            folder = str(Path(output_dir))
-    return Compressed(model, model.hf_quantizer.quantization_config, report(model), records, [], folder)
 
 
 class _same_rng:

@@ -13,18 +13,18 @@ import shutil
 from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
+from transformers import AutoConfig
 
 
 STATE = "compression.json"
 
 
-def fingerprint(model: nn.Module, batches: Iterable[dict] | None, settings: dict[str, Any]) -> dict[str, str]:
-    """What a run depends on, hashed by part, so that a message can say which of them changed."""
+def fingerprint(model: nn.Module, batches: Iterable[dict] | None) -> dict[str, str]:
+    """Hashes of a run's weights and of its data, so that a message can say which of them changed."""
     weights = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         weights.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
@@ -34,7 +34,21 @@ def fingerprint(model: nn.Module, batches: Iterable[dict] | None, settings: dict
         for name, value in sorted(batch.items()):
             data.update(name.encode())
             data.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
-    return {"model": weights.hexdigest(), "calibration": data.hexdigest(), "settings": json.dumps(settings)}
+    return {"model": weights.hexdigest(), "calibration": data.hexdigest()}
+
+
+def fingerprint_of_files(name: str | os.PathLike) -> str:
+    """What stands for the weights of a checkpoint that is not loaded: a Hub id's commit, or a hash of a folder's
+    files of weights."""
+    if not os.path.isdir(name):
+        return f"{name}@{AutoConfig.from_pretrained(name)._commit_hash}"
+    digest = hashlib.sha256()
+    for path in sorted(p for p in Path(name).iterdir() if p.suffix in (".safetensors", ".bin")):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while part := file.read(1 << 24):
+                digest.update(part)
+    return digest.hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -42,12 +56,11 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class Store:
-    """The folder; `stages` are the records of those that are done."""
+    """The folder; `stages` are the records of those that are done, in the order in which they ran."""
 
     def __init__(self, folder: str | os.PathLike, identity: dict[str, str], resume: bool):
         self.folder, self.identity = Path(folder), identity
         self.stages: dict[str, dict] = {}
-        self.facts: dict[str, Any] = {}
         if not self.folder.exists() or not any(self.folder.iterdir()):
             return
         state = self.folder / STATE
@@ -62,11 +75,11 @@ class Store:
                 f"`output_dir`={str(folder)!r} holds a run with another {' and another '.join(changed)}; name another "
                 "folder, or pass resume=False to begin anew there."
             )
-        self.stages, self.facts = found["stages"], found["facts"]
+        self.stages = found["stages"]
 
-    def save(self, model, tokenizer, stage: str, record: dict, facts: dict, report: dict) -> None:
-        """Write the model after `stage` and put it in the place of what was there."""
-        self.stages[stage], self.facts = record, facts
+    def save(self, model, tokenizer, stages: dict[str, dict], report: dict) -> None:
+        """Write the model after the last of `stages` and put it in the place of what was there."""
+        self.stages = dict(stages)
         fresh, old = (self.folder.with_name(f".{self.folder.name}.{what}") for what in ("new", "old"))
         for rest in (fresh, old):
             shutil.rmtree(rest, ignore_errors=True)
@@ -75,9 +88,8 @@ class Store:
             model.save_pretrained(fresh)
             if tokenizer is not None:
                 tokenizer.save_pretrained(fresh)
-            (fresh / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-            state = {"identity": self.identity, "stages": self.stages, "facts": facts}
-            (fresh / STATE).write_text(json.dumps(state, indent=1) + "\n")
+            for name, content in (("report.json", report), (STATE, {"identity": self.identity, "stages": stages})):
+                (fresh / name).write_text(json.dumps(content, indent=1) + "\n")
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
@@ -96,11 +108,9 @@ def alone(folder: str | os.PathLike):
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise RuntimeError(
-            f"another run is writing `output_dir`={str(folder)!r}; wait for it, or name another."
-        ) from None
-    recover(folder)
+        raise RuntimeError(f"another run is writing `output_dir`={str(folder)!r}: wait, or name another.") from None
     try:
+        recover(folder)
         yield
     finally:
         lock.release()

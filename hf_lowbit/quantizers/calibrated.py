@@ -1,4 +1,4 @@
-"""`method="gptq"`: what from_pretrained and `quantize` do alike, calling the engine in `compress`."""
+"""`method="gptq"`: what from_pretrained and `quantize` do alike, calling the engine in `compression`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def calibration_batches(model: nn.Module, config: LowBitConfig) -> list[dict[str
         )
     # from_pretrained builds the model with meta as the default device
     with torch.device("cpu"):
-        return make_batches(config.calibration, _tokenizer(model), model)
+        return make_batches(config.calibration, tokenizer_of(model), model)
 
 
-def _tokenizer(model: nn.Module) -> Any:
+def tokenizer_of(model: nn.Module) -> Any:
+    """The tokenizer beside a model, found by its `name_or_path`; None where there is none."""
     name = getattr(model, "name_or_path", None) or getattr(getattr(model, "config", None), "_name_or_path", None)
     if not name:
         return None

@@ -11,7 +11,7 @@ def test_a_budget_is_read(budget, size):
     assert parse_budget(budget, 1000) == size
 
 
-@pytest.mark.parametrize("budget", ["", "MB", "-3MB", "3 apples", "0", 0, -5, "0%"])
+@pytest.mark.parametrize("budget", ["", "MB", "-3MB", "3 apples", "3ib", "3tb", "60M", "0", 0, -5, "0%"])
 def test_nonsense_is_refused_by_name(budget):
     with pytest.raises(ValueError, match="`budget`="):
         parse_budget(budget, 1000)

@@ -89,3 +89,15 @@ def test_nan_is_named():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="NaN or infinity"):
         fisher(model, targets_of(model), batches())
+
+
+def test_what_no_token_reached_is_not_worthless():
+    model = llama()
+    with torch.no_grad():
+        # nothing comes out of this block's gate: no gradient reaches what is behind it
+        model.model.layers[1].mlp.gate_proj.weight.zero_()
+    found = fisher(model, targets_of(model), batches())
+    unreached = found["model.layers.1.mlp.down_proj"]
+    others = [f for name, f in found.items() if "layers.1.mlp" not in name]
+    assert float(unreached.min()) == float(unreached.max()) > 0
+    assert min(float(f.mean()) for f in others) < float(unreached.mean()) < max(float(f.mean()) for f in others)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from transformers import TrainingArguments
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import hf_lowbit as lb
@@ -53,12 +52,6 @@ def test_a_plain_config_stays_plain():
     config = lb.LowBitConfig.from_dict(lb.LowBitConfig(bits=4).to_dict())
     assert not isinstance(config, lb.DQTConfig) and config.training is None
     assert lb.LowBitConfig(bits=8, group_size=None) != lb.DQTConfig(bits=8)
-
-
-def test_training_arguments_hold_it(tmp_path):
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    args.quantization = lb.DQTConfig().to_dict()
-    json.loads(args.to_json_string())
 
 
 def test_forward_bits_equal_to_bits_are_the_codes_themselves():

@@ -193,6 +193,58 @@ def test_one_row_of_data_leaves_refinement_out_and_says_so():
     assert list(result.stages) == ["dense", "layer"] and any("left out" in note for note in result.notes)
 
 
+def test_a_stage_before_one_that_is_done_is_refused(tmp_path):
+    lb.compress(llama(), tmp_path / "out", bits=4, calibration=DATA, stages=("layer", "global"))
+    with pytest.raises(ValueError, match="'block' comes before it"):
+        lb.compress(llama(), tmp_path / "out", bits=4, calibration=DATA)
+
+
+def test_low_memory_is_like_the_other_road(tmp_path):
+    llama().save_pretrained(tmp_path / "dense")
+    given = {"bits": 4, "stages": ("layer",), "evaluation": DATA}
+    low = lb.compress(tmp_path / "dense", tmp_path / "low", **given, low_memory=True)
+    other = lb.compress(tmp_path / "dense", **given)
+    assert low.stages["layer"]["value"] == other.stages["layer"]["value"]
+    ours, theirs = low.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    again = lb.compress(tmp_path / "dense", tmp_path / "low", **given, low_memory=True)
+    assert again.stages == low.stages
+    with pytest.raises(ValueError, match="another settings"):
+        lb.compress(tmp_path / "dense", tmp_path / "low", **{**given, "bits": 3}, low_memory=True)
+
+
+def test_a_model_that_was_low_bit_once(tmp_path):
+    model = lb.quantize(llama(), lb.LowBitConfig(bits=8, group_size=None)).dequantize()
+    assert lb.compress(model, bits=4, stages=("layer",)).report.bits_per_weight < 5
+
+
+def test_masked_models_are_scored_by_masked_tokens(tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    with pytest.raises(ValueError, match="no tokenizer's mask"):
+        lb.compress(BertForMaskedLM(config), bits=4, evaluation=DATA)
+    labels = {"input_ids": DATA, "labels": DATA.masked_fill(torch.arange(40) % 7 > 0, -100)}
+    result = lb.compress(BertForMaskedLM(config), bits=4, calibration=DATA, evaluation=[labels])
+    assert list(result.stages) == ["dense", "layer", "block", "global"]
+
+
+def test_images_in_another_dtype_than_the_model():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16,
+                       patch_size=8, num_labels=3)  # fmt: skip
+    model = ViTForImageClassification(config).to(torch.bfloat16)
+    images = [{"pixel_values": torch.randn(1, 3, 16, 16)} for _ in range(4)]
+    scored = [{**images[0], "labels": torch.tensor([1])}]
+    result = lb.compress(model, budget="60%", calibration=images, evaluation=scored)
+    assert list(result.stages) == ["dense", "layer", "block", "global"]
+    with pytest.raises(ValueError, match="without `labels`"):
+        lb.compress(model, bits=4, calibration=images, evaluation=images)
+
+
 def test_low_memory_and_the_command_line(tmp_path, capsys):
     llama().save_pretrained(tmp_path / "dense")
     result = lb.compress(tmp_path / "dense", tmp_path / "low", bits=4, stages=("layer",), low_memory=True)
@@ -201,7 +253,7 @@ def test_low_memory_and_the_command_line(tmp_path, capsys):
     assert "layer" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").hf_quantizer is not None
     assert main(["compress", str(tmp_path / "out"), str(tmp_path / "other"), "--bits", "4"]) == 1
-    assert "quantized already" in capsys.readouterr().err
+    assert "already quantized" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills a process")

@@ -164,6 +164,9 @@ def test_evaluation_and_frozen_weights_need_no_callback():
     for _, module in masked_modules(made):
         module.weight.requires_grad_(False)
     made(**BY_ID["llama"].inputs).logits.sum().backward()
+    gradients = {name: p.grad is not None for name, p in made.named_parameters()}
+    assert any(gradients.values())
+    assert not any(gradients[f"{name}.weight"] for name, _ in masked_modules(made))
 
 
 def test_a_dense_model_is_refused(tmp_path):

@@ -207,6 +207,7 @@ def test_a_good_step_resets_the_count_of_skips():
         if bad:
             module.model.norm.weight.grad.fill_(float("nan"))
         optimizer.step()
+        assert optimizer.last_step.skipped == bad
         optimizer.zero_grad()
 
 
@@ -265,6 +266,7 @@ def test_layers_of_one_parameter(bits, size):
     for _ in range(3):
         module(torch.randn(2, size[0])).sum().backward()
         optimizer.step()
+        assert list(optimizer.last_step.moved) == ["0.weight"]
         optimizer.zero_grad()
 
 
