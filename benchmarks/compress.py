@@ -21,6 +21,7 @@ from transformers.utils import logging
 import hf_lowbit as lb
 from benchmarks import perplexity
 from benchmarks.record import Record, watch
+from benchmarks.refine import measure
 from hf_lowbit.pipeline.run import ROWS
 from scripts.fetch_assets import ASSETS, locate
 
@@ -28,21 +29,6 @@ from scripts.fetch_assets import ASSETS, locate
 BITS = (4, 3, 2)
 PLANNED = (3, 2, 4)
 TOKENS = 512
-
-
-def measure(model, text, dense: dict | None) -> dict:
-    nlls = list(perplexity.window_nlls(model, text))
-    figures = {"perplexity": perplexity.perplexity(nlls), "nlls": nlls}
-    figures["bytes"] = sum(p.numel() * p.element_size() for p in model.parameters())
-    if dense:
-        difference = perplexity.paired(dense["nlls"], nlls)
-        figures["nll_difference"] = [difference.mean, difference.low, difference.high]
-    return figures
-
-
-def average(result) -> float:
-    """Bits a weight of what is low-bit, scales included."""
-    return result.report.bits_per_weight
 
 
 def main() -> None:
@@ -79,7 +65,10 @@ def main() -> None:
         wanted = float(record.rows[f"{bits}/gptq"]["average"]) if method == "planned" else bits
         with watch() as spent:
             result = lb.compress(dense, bits=wanted, calibration=data, stages=("layer",))
-        row = {**measure(result.model, text, base), "average": average(result), "seconds": round(spent.seconds, 1)}
+        # bits a weight of what is low-bit, scales included
+        average = result.report.bits_per_weight
+        row = {**measure(result.model, text, base), "bytes": result.report.total_bytes, "average": average,
+               "seconds": round(spent.seconds, 1)}  # fmt: skip
         if method == "planned":
             uniform = record.rows[f"{bits}/gptq"]["perplexity"]
             row["won"] = round((uniform - row["perplexity"]) / (uniform - base["perplexity"]), 3)

@@ -1,22 +1,12 @@
 """Two processes over gloo: identical replicas, with different data and different global generators."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import hf_lowbit as lb
 from hf_lowbit.training.mllog import read_log, read_result
+from tests.processes import run_two
 from tests.training.runs import Sentences, different, model, snapshot
-
-
-ROOT = Path(__file__).parents[2]
-# seconds; a process that waits for one that died would wait for ever
-PATIENCE = 600
 
 
 JOBS = (
@@ -34,23 +24,7 @@ JOBS = (
 
 def run(folder, *jobs):
     """Run jobs in two processes; what each process saved, by job."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.ddp_worker", str(rank), "2", port, str(folder), *jobs],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
+    run_two("tests.training.ddp_worker", str(folder), *jobs)
     return {job: [torch.load(folder / f"{job}-{r}.pt", weights_only=False) for r in range(2)] for job in jobs}
 
 
