@@ -1,6 +1,7 @@
 """The public names are those of the design, each exists and says what it does, and importing them has no surprises."""
 
 import inspect
+import pkgutil
 
 import pytest
 
@@ -109,6 +110,11 @@ def test_all_keeps_what_was_promised():
 
 def test_all_has_no_duplicates():
     assert len(lb.__all__) == len(set(lb.__all__))
+
+
+def test_no_module_hides_a_public_name():
+    """Importing a submodule sets it on the package, over whatever had its name."""
+    assert not set(lb.__all__) & {module.name for module in pkgutil.iter_modules(lb.__path__)}
 
 
 def test_dir_shows_every_public_name():

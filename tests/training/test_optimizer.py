@@ -52,7 +52,7 @@ def test_every_rule_learns_at_every_state_width(rule, state_bits):
 
 
 @pytest.mark.parametrize("mode", ["8-learned-scale", "ternary"])
-@pytest.mark.parametrize(("rule", "state_bits"), zip(sorted(RULES), [4, 8, 16, 32, 16, 8], strict=True))
+@pytest.mark.parametrize(("rule", "state_bits"), list(zip(sorted(RULES), [4, 8, 16, 32, 16, 8], strict=True)))
 def test_resume_is_bit_exact(rule, state_bits, mode):
     def make():
         module = model(**MODES[mode])

@@ -42,7 +42,7 @@ def test_every_mode(mode, tmp_path):
     check(tmp_path, MODES[mode], lb.DQTCallback)
 
 
-@pytest.mark.parametrize(("rule", "state_bits"), zip(sorted(RULES), [32, 16, 8, 4, 8, 32], strict=True))
+@pytest.mark.parametrize(("rule", "state_bits"), list(zip(sorted(RULES), [32, 16, 8, 4, 8, 32], strict=True)))
 def test_every_rule_and_state_width(rule, state_bits, tmp_path):
     check(tmp_path, MODES["8-ternary-forward"], lambda: lb.DQTCallback(rule, state_bits=state_bits))
 
