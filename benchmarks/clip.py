@@ -287,7 +287,7 @@ def main() -> None:
         "minilm": {"passages": PASSAGES, "dtype": "float32"},
         "albert": {"reactions": len(REACTIONS), "dtype": "float32"},
     }
-    record = Record("clip", protocol, restart=arguments.restart)
+    record = Record("clip", protocol, restart=arguments.restart, timed=False)
     total = sum(len(subjects(model)) for model in MODELS) * len(POINTS) * len(RULES)
     print(f"{len(record.rows)} of {total} points are measured; this run takes {arguments.minutes:g} minutes at most")
     sweep(record, arguments.only, arguments.rules.split(","), time.monotonic() + 60 * arguments.minutes)

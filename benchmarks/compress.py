@@ -46,7 +46,7 @@ def main() -> None:
         "windows": perplexity.COUNT, "length": perplexity.LENGTH, "dtype": "bfloat16", "group_size": 64,
         "rows": ROWS, "tokens": TOKENS, "seed": 0,
     }  # fmt: skip
-    record = Record("compress", protocol, restart=arguments.restart)
+    record = Record("compress", protocol, restart=arguments.restart, timed=False)
     deadline = time.monotonic() + 60 * arguments.minutes
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = perplexity.windows(tokenizer, perplexity.novel("persuasion"))

@@ -84,7 +84,7 @@ def main(arguments) -> None:
         "validation": VALIDATION, "test": TEST, "optimizer": "AdamW (0.9, 0.999), states of 32 bits, no decay",
         "schedule": "cosine, a tenth warmup, clipping 1", "dtype": "float32",
     }  # fmt: skip
-    record = Record("direct_training", protocol, arguments.restart)
+    record = Record("direct_training", protocol, arguments.restart, timed=False)
     total = sum(len(h) for h in STEPS.values()) * len(METHODS) * (len(RATES) + len(SEEDS) - 1)
     print(f"{total} runs, of which {len(record.rows)} are done; a run takes half a minute to two on one core.")
     deadline = time.monotonic() + 60 * arguments.minutes

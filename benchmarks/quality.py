@@ -215,7 +215,7 @@ def main() -> None:
         "kernel": "reference",
         "seed": "none: nothing is random",
     }
-    record = Record("quality", protocol, restart=arguments.restart)
+    record = Record("quality", protocol, restart=arguments.restart, timed=False)
     if arguments.again:
         record.drop(arguments.again)
     deadline = time.monotonic() + 60 * arguments.minutes

@@ -11,7 +11,8 @@ A figure without its conditions cannot be checked. So one place collects them, a
         rows        key -> figures; a key that is there is not measured again
 
 A run continues a file only when protocol, machine and versions agree; otherwise it asks for --restart, because a
-table that mixes conditions misleads.
+table that mixes conditions misleads. Where no figure that is compared is a time (`timed=False`: losses, bytes), another
+machine may continue: its rows name their processor, `cpu`.
 
 Speed needs two more facts. `others` is the number of cores that other processes (and, on a virtual machine, its
 neighbours) used meanwhile. `stream` is the rate at which one thread multiplies a vector by 300 MB of bfloat16
@@ -153,7 +154,7 @@ def is_quiet(others: float | None, stream: float | None = None) -> bool:
 class Record:
     """One results file, written after every row, continued by the next run."""
 
-    def __init__(self, name: str, protocol: dict, restart: bool = False, folder: Path = RESULTS):
+    def __init__(self, name: str, protocol: dict, restart: bool = False, folder: Path = RESULTS, timed: bool = True):
         self.path = folder / f"{name}.json"
         # through JSON and back, so that it compares equal to what a file holds
         conditions = {"protocol": protocol, "machine": machine(), "versions": versions()}
@@ -165,6 +166,8 @@ class Record:
         if restart or not self.path.exists():
             return
         found = json.loads(self.path.read_text())
+        if not timed:
+            conditions["machine"] = self.content["machine"] = found["machine"]
         for part, value in conditions.items():
             if found[part] != value:
                 keys = sorted(key for key in {*value, *found[part]} if value.get(key) != found[part].get(key))
@@ -179,8 +182,10 @@ class Record:
         return self.content["rows"]
 
     def add(self, key: str, figures: dict) -> None:
-        # which code made a row: a file may hold rows of several commits
-        self.rows[key] = {**figures, "commit": self.session["commit"]}
+        # which code made a row, and where: a file may hold rows of several commits and processors
+        cpu = machine()["cpu"]
+        elsewhere = {} if cpu == self.content["machine"]["cpu"] else {"cpu": cpu}
+        self.rows[key] = {**figures, "commit": self.session["commit"], **elsewhere}
         self.save()
 
     def drop(self, text: str) -> None:

@@ -105,7 +105,7 @@ def main() -> None:
         "calibration": {"tokens": TOKENS, "rows": ROWS, "batches": TRAINING, "held_out_batches": HELD_OUT},
         "steps": {"block": BLOCK_STEPS, "global": GLOBAL_STEPS}, "seed": 0,
     }  # fmt: skip
-    record = Record("refine", protocol, restart=arguments.restart)
+    record = Record("refine", protocol, restart=arguments.restart, timed=False)
     missing = [bits for bits in arguments.bits if f"{bits}/g{GROUP}/global" not in record.rows]
     print(f"{len(missing)} of {len(arguments.bits)} widths are missing, about 5 minutes each")
     deadline = time.monotonic() + 60 * arguments.minutes

@@ -161,7 +161,7 @@ def main(arguments) -> None:
         "optimizer": "AdamW (0.9, 0.999), no decay", "schedule": "cosine, a tenth warmup, clipping 1",
         "targets": "mlp, row-balanced", "dtype": "float32", "seeds": SEEDS,
     }  # fmt: skip
-    record = Record("sparsity", protocol, arguments.restart)
+    record = Record("sparsity", protocol, arguments.restart, timed=False)
     runs = [Run(*cell, seed) for cells in (CELLS, LATER) for seed in SEEDS for cell in cells]
     left = sum(run.key not in record.rows for run in runs)
     print(f"{len(runs)} runs, of which {len(runs) - left} are done; a run takes one to two minutes on one core.")

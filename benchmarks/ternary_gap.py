@@ -176,7 +176,7 @@ def main(arguments) -> None:
         "train": "emma, sensesensibility, as bytes", "validation": VALIDATION, "test": TEST,
         "schedule": "cosine, a tenth warmup, clipping 1", "optimizer": "AdamW (0.9, 0.999), 32-bit states, no decay",
     }  # fmt: skip
-    record = Record("ternary_gap", protocol, arguments.restart)
+    record = Record("ternary_gap", protocol, arguments.restart, timed=False)
     deadline = time.monotonic() + 60 * arguments.minutes
     data, validation, test = train_text(), held_out(*VALIDATION), held_out(*TEST)
     total = sum(len(rates) + len(SEEDS) - 1 for *_, rates in WAYS.values())

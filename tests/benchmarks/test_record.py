@@ -32,6 +32,18 @@ def test_another_protocol_does_not_continue_the_file(tmp_path):
     assert Record("toy", {"seed": 1}, restart=True, folder=tmp_path).rows == {}
 
 
+def test_times_of_another_machine_do_not_continue_the_file_and_losses_do(tmp_path, monkeypatch):
+    here = machine()
+    Record("toy", {}, folder=tmp_path).add("here", {"loss": 2.0})
+    monkeypatch.setattr(record, "machine", lambda: {**here, "cpu": "another"})
+    with pytest.raises(SystemExit, match=r"another machine \(cpu differ\)"):
+        Record("toy", {}, folder=tmp_path)
+    losses = Record("toy", {}, folder=tmp_path, timed=False)
+    losses.add("there", {"loss": 2.0})
+    assert losses.content["machine"] == here
+    assert "cpu" not in losses.rows["here"] and losses.rows["there"]["cpu"] == "another"
+
+
 def test_dropped_rows_are_forgotten(tmp_path):
     Record("toy", {}, folder=tmp_path).add("a/rtn", {})
     record = Record("toy", {}, folder=tmp_path)
