@@ -9,10 +9,10 @@ most TARGET. Each run is a process of its own, so that its peak memory is its ow
 method arrived sooner than luck allows. Learning rates are those that `benchmarks/direct_training.py` chose.
 
 Samples to the target do not depend on how busy the machine is; seconds do. A row's `seconds` are null when others used
-the processor meanwhile (`quiet`: false), or when it is another one than the file's; `--again` measures those runs again.
+the processor meanwhile (`quiet`: false), or when it is another one than the file's; `--again` measures those anew.
 
 BLaST reaches its sparsity long before the target, so that the target is reached sparse (`sparsity`, when the run
-ended). BLaST with direct updates of the live blocks is not here: `lb.BlastCallback` rounds them when training has ended.
+ended). BLaST with direct updates of the live blocks is not here: `lb.BlastCallback` rounds them at the end only.
 
 Writes benchmarks/results/time_to_quality.json, and the logs, which the official checker reads, to a folder (--logs).
 """
@@ -98,7 +98,7 @@ def train(method: str, seed: int, log: Path, steps: int = STEPS, every: int = EV
         "samples": result.samples if result.reached else None, "seconds": result.seconds if result.reached else None,
         "quality": [[count, round(value, 4)] for count, value in result.quality], "model_bytes": weights,
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        **{"sparsity": round(c.sparsity, 4) for c in callbacks if isinstance(c, lb.BlastCallback)},
+        "sparsity": round(callbacks[0].sparsity, 4) if held == "blast" else 0.0,
     }  # fmt: skip
 
 
@@ -156,7 +156,8 @@ def judge(reference: list[float], counts: list[float]) -> str:
 def main(arguments) -> None:
     protocol = {
         "size": SIZES[SIZE], "steps": STEPS, "every": EVERY, "target": TARGET, "validation": VALIDATION,
-        "ways": WAYS, "blast": [BLAST, PRUNING], "runs": RUNS, "reference": REFERENCE, "context": CONTEXT, "batch": BATCH,
+        "ways": WAYS, "blast": [BLAST, PRUNING], "runs": RUNS, "reference": REFERENCE, "context": CONTEXT,
+        "batch": BATCH,
         "train": "emma, sensesensibility, as bytes", "schedule": "cosine, a tenth warmup, clipping 1",
     }  # fmt: skip
     # samples are the figure; another machine may continue it, without seconds
