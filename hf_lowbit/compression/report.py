@@ -159,9 +159,7 @@ def _sparse_row(full: str, module: BlockModule | MaskedModule, dtype: torch.dtyp
         size, (kernel, why), bits = module.stored_bytes(), explain_blocks(module.problem(1, dtype))[-1], layout.bits
         reason += f"; {why}"
         if bits is not None:
-            reason += (
-                f"; the live ones {bits if bits == 'ternary' else f'{bits}-bit'}, multiplied out for each product"
-            )
+            reason += f"; the live ones {bits if bits == 'ternary' else f'{bits}-bit'}"
     else:
         size, kernel = weight.numel() * weight.element_size(), "dense"
         reason += f", being pruned to {module.target:.1%}; stored dense until `BlastCallback` packs it"

@@ -78,9 +78,13 @@ def sparse_product(
     x: Tensor, values: Tensor, columns: Tensor, pointers: Tensor | None, bias: Tensor | None, layout: BlockLayout
 ) -> Tensor:
     """x [..., K] -> [..., N] on live blocks; what blocks reach over the edge is cut off."""
-    if layout.out_features % layout.block[0] == 0:
-        return block_linear(x, values, columns, bias, layout.in_features, pointers)
-    y = block_linear(x, values, columns, None, layout.in_features, pointers)[..., : layout.out_features]
+    return within_edge(block_linear(x, values, columns, None, layout.in_features, pointers), bias, layout)
+
+
+def within_edge(y: Tensor, bias: Tensor | None, layout: BlockLayout) -> Tensor:
+    """y [..., NB * bn] without what blocks reach over the edge, plus bias [N]."""
+    if y.shape[-1] != layout.out_features:
+        y = y[..., : layout.out_features]
     return y if bias is None else y + bias.to(y.dtype)
 
 
