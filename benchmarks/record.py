@@ -11,8 +11,8 @@ A figure without its conditions cannot be checked. So one place collects them, a
         rows        key -> figures; a key that is there is not measured again
 
 A run continues a file only when protocol, machine and versions agree; otherwise it asks for --restart, because a
-table that mixes conditions misleads. Where no figure that is compared is a time (`timed=False`: losses, bytes), another
-machine may continue: its rows name their processor, `cpu`.
+table that mixes conditions misleads. Where no figure that is compared is a time (`timed=False`: losses, bytes),
+another machine may continue: its rows name their processor, `cpu`.
 
 Speed needs two more facts. `others` is the number of cores that other processes (and, on a virtual machine, its
 neighbours) used meanwhile. `stream` is the rate at which one thread multiplies a vector by 300 MB of bfloat16
