@@ -192,9 +192,7 @@ def main(arguments) -> None:
     record = Record("sparsity", protocol, arguments.restart, timed=False)
     runs = [Run(*cell, seed) for cells in (CELLS, (*LATER, *LAST)) for seed in SEEDS for cell in cells]
     left = sum(run.key not in record.rows for run in runs)
-    print(
-        f"{len(runs)} runs, {len(runs) - left} done; a run takes one to two minutes on one core, long ones three times that."
-    )
+    print(f"{len(runs)} runs, {len(runs) - left} done; a run takes one to two minutes, long ones three times that.")
     deadline = time.monotonic() + 60 * arguments.minutes
     data, test = train_text(), held_out(*TEST)
     for run in tqdm(runs):
