@@ -26,7 +26,7 @@ from .lowbit import LowBitConfig
 
 
 BALANCES = ("row", "none")
-FORMS = ("dense", "blocks")
+FORMS = ("dense", "codes", "blocks")
 # one-shot pruning of more than this ruins a model: 5 % of blocks of 64 x 64 doubles the perplexity of SmolLM2-135M
 ONE_SHOT_LIMIT = 0.02
 BLOCK_BITS = (None, 8, 4, "ternary")
@@ -38,10 +38,11 @@ class BlockLayout:
     """How the blocks of one weight are stored.
 
     `shape` is the dense shape as the model defines it, `block` rows and columns of a block of the dense [N, K].
-    `form`: "dense" holds the whole weight with zeros in dead blocks (while it is trained), "blocks" the live blocks
-    only. `balance`: "row", `live` blocks in every block row; "none", `live` blocks in all, with row pointers.
-    `bits`: of the live blocks once only they are held; None keeps them float. `activations` of a product with such
-    codes: "float", or "int8" for each token.
+    `form`: "dense" holds the whole weight with zeros in dead blocks (while it is trained), "codes" does so in codes of
+    `bits` (while they are trained), "blocks" holds the live blocks only. `balance`: "row", `live` blocks in
+    every block row; "none", `live` blocks in all, with row pointers. `bits`: of the live blocks once only they are
+    held, or while their codes are trained; None keeps them float. `activations` of a product with such codes: "float",
+    or "int8" for each token.
     """
 
     shape: tuple[int, int]
@@ -123,12 +124,16 @@ class BlastConfig(LowBitConfig):
             Blocks need not divide a weight; those at the edge are then padded with zeros.
         targets: "mlp" (default): the linear layers of decoder and encoder blocks that are not attention; "attention";
             "all": both; or a list of names and "re:patterns".
-        bits: None (default) keeps live blocks float; 8, 4 or "ternary" rounds them to nearest, with a scale for each
-            row of each block, when training has ended (at the end of `BlastCallback`, or by `hf_lowbit.freeze`).
+        bits: None (default) keeps live blocks float; 8, 4 or "ternary" stores them low-bit, with a scale for each row
+            of each block: rounded to nearest when training has ended (at the end of `BlastCallback`, or by
+            `hf_lowbit.freeze`), or trained as codes from the start where `rest` is a `DQTConfig`.
         activations: "float", or "int8": each token is rounded to 8 bits for its product with low-bit blocks, which
             is faster from about eight tokens on; needs `bits`. None (default) is "float".
-        rest: a `LowBitConfig` (or a dict of its fields) for the layers that are not sparse, applied at the same
-            moment; None (default) leaves them float.
+        rest: None (default) leaves the layers that are not sparse float. A `LowBitConfig` (or a dict of its fields)
+            rounds them when training has ended. A `DQTConfig` trains their codes directly, and those of the live
+            blocks with them unless `bits` is None: pass `DQTCallback` to the Trainer beside `BlastCallback`. Of its
+            fields the blocks take `group_size` (None: they start with the scale of their row; a number: with one of
+            their own), `scale` and `grad_dtype`.
         modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense.
         balance: "row" (default; ours): the same number of live blocks in every block row; "none": the best blocks
             of the whole weight, as the paper has it.
@@ -233,6 +238,11 @@ class BlastConfig(LowBitConfig):
             return None
         asked = requested["sparse"]
         for name, layout in self.layouts.items():
+            if layout.form == "codes":
+                return (
+                    f"the checkpoint is of a training of the codes of `{name}`, which goes on as it was begun. Load "
+                    "it without `quantization_config`, or dense with BlastConfig(dequantize=True)."
+                )
             if layout.bits is not None and layout.form == "blocks":
                 return (
                     f"the checkpoint holds the live blocks of `{name}` in `bits`={layout.bits!r}, and blocks of codes "

@@ -46,13 +46,11 @@ def read_rest(rest: Any) -> LowBitConfig | None:
         rest = LowBitConfig.from_dict(dict(rest))
     if not isinstance(rest, LowBitConfig):
         raise TypeError(f"`rest` must be a LowBitConfig or a dict of its fields, got {type(rest).__name__}.")
-    if rest.training is not None:
-        raise NotImplementedError(
-            "`rest`=DQTConfig(...): direct training beside (or of) live blocks is not available. Train with "
-            "`rest`=None or a LowBitConfig, which rounds when training has ended."
-        )
     if rest.sparse is not None or rest.dequantize:
-        raise ValueError("`rest` says how the layers that are not sparse are rounded: a LowBitConfig, and no other.")
+        raise ValueError(
+            "`rest` says how the layers that are not sparse are rounded (a LowBitConfig) or trained (a DQTConfig), "
+            "and nothing else."
+        )
     return rest
 
 

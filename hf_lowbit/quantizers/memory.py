@@ -18,6 +18,7 @@ from ..nn.targets import find_targets
 from .calibrated import calibration_batches, convert_calibrated
 from .quantizer import LowBitQuantizer
 from .sparse import BlastQuantizer, prune_further, prune_once
+from .sparse_direct import start_direct
 from .transitions import settle
 
 
@@ -94,6 +95,7 @@ def _sparsify(model: nn.Module, config: BlastConfig) -> nn.Module:
     if config.one_shot:
         for _, module in masked_modules(model):
             prune_once(module)
+    start_direct(model, quantizer.quantization_config)
     quantizer.attach(model, [])
     return model
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
+from ..configs.dqt import DQTConfig
 from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
 from ..nn.arming import arm, disarm
 from ..nn.packed import LowBitModule
@@ -167,8 +168,7 @@ class LowBitQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.training is None:
             return
-        dtype = getattr(torch, config.grad_dtype) if config.grad_dtype else _compute_dtype(model)
-        armed = arm(model, Training(config.forward_bits, config.scale == "learned"), dtype)
+        armed = arm_codes(model, config)
         if not armed:
             raise ValueError(
                 f"no low-bit weight of {type(model).__name__} can be trained directly: they are embeddings, fused "
@@ -289,6 +289,12 @@ def record_modules(model, config: LowBitConfig) -> None:
     config.shapes = {key: packed.shape for key, packed in found.items()}
 
 
-def _compute_dtype(model) -> torch.dtype:
-    """The model's dtype, or torch's default for a module without floating parameters."""
-    return getattr(model, "dtype", None) or torch.get_default_dtype()
+def arm_codes(model, config: DQTConfig) -> list[str]:
+    """Make the low-bit linear weights of a model trainable as `config` says. Returns the names."""
+    return arm(model, Training(config.forward_bits, config.scale == "learned"), gradient_dtype(model, config))
+
+
+def gradient_dtype(model, config: DQTConfig) -> torch.dtype:
+    """Of the gradients of codes: the config's, the model's, or torch's default where nothing is floating."""
+    own = getattr(torch, config.grad_dtype) if config.grad_dtype else getattr(model, "dtype", None)
+    return own or torch.get_default_dtype()
