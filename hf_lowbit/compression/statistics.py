@@ -24,6 +24,10 @@ from torch import Tensor, nn
 from .solvers.gptq import DAMPING, FLOOR
 
 
+# columns of H that are computed together
+PANEL = 192
+
+
 @dataclass
 class Inputs:
     """Statistics of one shared input: names of the layers that read it, H, C (None without), tokens seen."""
@@ -64,14 +68,15 @@ class Accumulator:
                 groups.setdefault(tuple(id(t) for t in tensors), []).append(name)
         for names in groups.values():
             xq = torch.cat([_rows(t, batch) for t in quantized[names[0]]])
-            if not bool(torch.isfinite(xq).all()):
+            entry = self._entry(names, xq, dense is not None)
+            entry.tokens += len(xq)
+            _add_product(entry.hessian, xq)
+            # a sum of squares is NaN or infinite where an input is
+            if not bool(torch.isfinite(entry.hessian.diagonal()).all()):
                 raise ValueError(
                     f"the inputs of `{names[0]}` hold NaN or infinity on the calibration data: the model is broken "
                     "before this layer, or its dtype is too narrow. Check the checkpoint, or load it in float32."
                 )
-            entry = self._entry(names, xq, dense is not None)
-            entry.tokens += len(xq)
-            entry.hessian.addmm_(xq.t(), xq)
             if dense is not None:
                 x = torch.cat([_rows(t, batch) for t in dense[names[0]]])
                 entry.drift.addmm_((x - xq).t(), xq)
@@ -88,6 +93,15 @@ class Accumulator:
     def groups(self) -> list[Inputs]:
         """Each shared input once, in the order of the calls."""
         return list({id(found): found for found in self.inputs.values()}.values())
+
+
+def _add_product(hessian: Tensor, x: Tensor) -> None:
+    """hessian += x^T x. It is symmetric: about half of it is computed, panel by panel, and mirrored."""
+    for start in range(0, x.shape[1], PANEL):
+        stop = min(start + PANEL, x.shape[1])
+        part = x[:, start:stop].t() @ x[:, :stop]
+        hessian[start:stop, :stop] += part
+        hessian[:start, start:stop] += part[:, :start].t()
 
 
 def _rows(x: Tensor, batch: dict) -> Tensor:

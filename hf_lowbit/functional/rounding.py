@@ -158,7 +158,7 @@ def _search_chunk(x: Tensor, grid: Grid, symmetric: bool, search: bool) -> tuple
         zero = (grid.qmin - low / cover).round_().clamp_(grid.qmin, grid.qmax)
     if not search:
         return cover, zero
-    best = _Best(x, grid, cover, zero)
+    best = _Best(x, grid, cover, zero, symmetric)
     spread = x.square().mean(dim=1, keepdim=True).sqrt_()
     finest = torch.minimum(FINEST[grid.bits] * spread, 0.7 * cover).clamp_(min=1e-12)
     ratio = (cover / finest).log_().div_(COARSE[grid.bits] - 1)
@@ -179,8 +179,8 @@ def _search_chunk(x: Tensor, grid: Grid, symmetric: bool, search: bool) -> tuple
 class _Best:
     """The best candidate so far of each row: the step it was rounded with, the scale that then fits best, the zero."""
 
-    def __init__(self, x: Tensor, grid: Grid, step: Tensor, zero: Tensor):
-        self.x, self.grid = x, grid
+    def __init__(self, x: Tensor, grid: Grid, step: Tensor, zero: Tensor, symmetric: bool):
+        self.x, self.grid, self.symmetric = x, grid, symmetric
         self.weights = x.abs()
         self.weighted = x * self.weights
         self.gain = torch.full_like(step, -1.0)
@@ -190,7 +190,11 @@ class _Best:
     def rate(self, step: Tensor, zero: Tensor) -> None:
         """Round with `step` around `zero` and keep, row by row, what is better than before."""
         v = torch.mul(self.x, step.reciprocal(), out=self._v)
-        torch.clamp(v, self.grid.qmin - zero, self.grid.qmax - zero, out=v)
+        if self.symmetric:
+            # bounds that are numbers are much faster than tensors
+            torch.clamp(v, self.grid.qmin, self.grid.qmax, out=v)
+        else:
+            torch.clamp(v, self.grid.qmin - zero, self.grid.qmax - zero, out=v)
         v.add_(NO_FRACTION).sub_(NO_FRACTION)
         cross = torch.mul(self.weighted, v, out=self._product).sum(dim=1, keepdim=True)
         power = torch.mul(v, v, out=self._product).mul_(self.weights).sum(dim=1, keepdim=True).clamp_(min=1e-30)
