@@ -49,6 +49,11 @@ def read_rest(rest: Any) -> LowBitConfig | None:
         )
     if rest.sparse is not None or rest.dequantize:
         raise ValueError("`rest` says how the layers that are not sparse are rounded: a LowBitConfig, and no other.")
+    if rest.is_planned or rest.method != "rtn":
+        raise ValueError(
+            "`rest` is rounded when training has ended, without data: give it whole `bits` (or `modules`), no "
+            '`budget` and `method`="rtn".'
+        )
     return rest
 
 

@@ -65,7 +65,7 @@ class Compressed:
 def compress(
     model_or_id: nn.Module | str | os.PathLike,
     output_dir: str | os.PathLike | None = None,
-    budget: str | int | None = None,
+    budget: str | int | float | None = None,
     bits: str | int | float | None = None,
     calibration: Any = None,
     stages: tuple[str, ...] = STAGES,
@@ -79,8 +79,8 @@ def compress(
     Args:
         model_or_id: a model (it is left as it is: a copy is compressed), or the id or folder of one.
         output_dir: holds a checkpoint that loads with `from_pretrained` after every stage; None keeps nothing.
-        budget: bytes of all parameters: "60MB", "2GiB", an int, or "40%" of the dense bytes. None, with `bits` None:
-            the free memory of this machine, less keys and values of 4096 tokens.
+        budget: bytes of all parameters: "60MB", "2GiB", an int, or a share of the dense bytes, "40%" or 0.4. None,
+            with `bits` None: the free memory of this machine, less keys and values of 4096 tokens.
         bits: "ternary", 2, 3, 4 or 8 for all weights; a float is an average, scales included, which is planned.
         calibration: text, a text file, a Dataset, token tensors, chats or dicts of model inputs
             (`compression/calibrate.py`). None rounds and plans without data; block and global are then left out.
@@ -161,8 +161,11 @@ class _Run:
         return Compressed(model, config, report(model), self.records, self.notes, folder)
 
     def _layer(self, bits, budget) -> nn.Module:
-        planned = bits is None or isinstance(bits, float)
-        config = plan(self.dense, bits, budget, self.training, self.seed) if planned else uniform(self.dense, bits)
+        if bits is None or isinstance(bits, float):
+            wishes = LowBitConfig(bits=4 if bits is None else bits, budget=budget)
+            config = plan(self.dense, wishes, self.training, self.seed)
+        else:
+            config = uniform(self.dense, bits)
         if self.low_memory:
             loaded = type(self.dense).from_pretrained(self.source, dtype="auto", quantization_config=config)
             return loaded.eval()
