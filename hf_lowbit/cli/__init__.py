@@ -67,13 +67,15 @@ def _inspect(options) -> None:
 
 
 def _compress(options) -> None:
+    from ..hub.card import write_card_beside
     from ..pipeline import compress
 
     wishes = {name: getattr(options, name) for name in ("budget", "bits", "calibration", "evaluation", "low_memory")}
     stages = tuple(options.stages.split(","))
     print(compress(options.model, options.output_dir, **wishes, stages=stages, seed=options.seed,
                    resume=not options.no_resume))  # fmt: skip
-    print(f"the checkpoint is in {options.output_dir}")
+    write_card_beside(options.output_dir, options.output_dir, base_model=options.model)
+    print(f"the checkpoint and its card are in {options.output_dir}")
 
 
 def _bits(text: str) -> str | int | float:

@@ -51,6 +51,11 @@ def read_rest(rest: Any) -> LowBitConfig | None:
             "`rest` says how the layers that are not sparse are rounded (a LowBitConfig) or trained (a DQTConfig), "
             "and nothing else."
         )
+    if rest.is_planned or rest.method != "rtn":
+        raise ValueError(
+            "`rest` is rounded when training has ended, without data: give it whole `bits` (or `modules`), no "
+            '`budget` and `method`="rtn".'
+        )
     return rest
 
 
