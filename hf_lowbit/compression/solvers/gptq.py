@@ -61,7 +61,7 @@ def solve(
     holds NaN or infinity.
     """
     starts = [
-        round_to_nearest(w, grid_of(scheme.bits), scheme.group_size, scheme.symmetric)
+        round_to_nearest(w, grid_of(scheme.bits), scheme.group_size, scheme.symmetric, scales=scheme.scales)
         for w, scheme in zip(weights, schemes, strict=True)
     ]
     factor = factorize(hessian, damping)
@@ -185,7 +185,7 @@ def refit(weight: Tensor, found: Quantized, scheme: Scheme, hessian: Tensor) -> 
     ridge = 1e-4 * left.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True) + 1e-12
     left.diagonal(dim1=1, dim2=2).add_(ridge)
     scale = torch.linalg.solve_ex(left, (right + ridge * old).unsqueeze(-1))[0].squeeze(-1)
-    dtype = scale_dtype(scheme.group_size)
+    dtype = scale_dtype(scheme.group_size, scheme.scales)
     usable = torch.isfinite(scale) & (scale > 0.25 * old) & (scale < 4 * old)
     scale = torch.where(usable.all(dim=1, keepdim=True), scale, old).to(dtype)
     better = _row_errors(weight, found._replace(scale=scale), scheme, hessian) < _row_errors(
