@@ -45,6 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", required=True, help="compressed-tensors, gguf, gemma or bitnet")
     export.add_argument("--activations", choices=["float"], help="leave int8 activations out where there are none")
     export.set_defaults(run=_export)
+    bring = commands.add_parser("import", help="convert a GPTQ or compressed-tensors checkpoint to a low-bit one")
+    bring.add_argument("checkpoint", help="the folder or Hub id of the checkpoint")
+    bring.add_argument("output_dir")
+    bring.set_defaults(run=_import)
     card = commands.add_parser("card", help="print the model card of a low-bit checkpoint")
     card.add_argument("folder")
     card.add_argument("--base-model", help="Hub id of the dense model it was made from")
@@ -88,6 +92,12 @@ def _export(options) -> None:
     from ..exports import export
 
     print(export(options.model, options.output_dir, options.format, activations=options.activations))
+
+
+def _import(options) -> None:
+    from ..imports import import_checkpoint
+
+    print(import_checkpoint(options.checkpoint, options.output_dir))
 
 
 def _card(options) -> None:

@@ -18,8 +18,8 @@ from .size import check_average, check_budget
 QUANT_METHOD = "hf_lowbit"
 FORMAT_VERSION = 1
 METHODS = ("rtn", "gptq")
-# "dqt": the codes were trained directly, then frozen
-ORIGINS = (None, "dqt")
+# "dqt": the codes were trained directly, then frozen; the others: the checkpoint was imported from that format
+ORIGINS = (None, "dqt", "gptq", "compressed-tensors")
 FIELDS = ("bits", "group_size", "symmetric", "activations", "method", "budget", "calibration", "modules",
           "modules_to_not_convert", "dequantize")  # fmt: skip
 # what decides the stored numbers; a request that differs in one of them conflicts with a checkpoint's own
@@ -259,11 +259,11 @@ def _read_modules(modules, group_size: int | str | None) -> tuple[dict[str, Sche
             value.setdefault("group_size", group_size)
             if shape is not None:
                 shapes[name] = _read_shape(name, shape)
-            unknown = sorted(set(value) - {"bits", "group_size", "symmetric", "activations"})
+            unknown = sorted(set(value) - {"bits", "group_size", "symmetric", "activations", "scales"})
             if unknown:
                 raise TypeError(
-                    f"`modules[{name!r}]` has no field {unknown[0]!r}; a Scheme has bits, group_size, symmetric and "
-                    "activations."
+                    f"`modules[{name!r}]` has no field {unknown[0]!r}; a Scheme has bits, group_size, symmetric, "
+                    "activations and scales."
                 )
             try:
                 value = Scheme(**value)

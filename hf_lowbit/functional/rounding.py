@@ -54,18 +54,25 @@ class Quantized(NamedTuple):
     zero_point: Tensor | None
 
 
-def scale_dtype(group_size: int | str | None) -> torch.dtype:
-    """bfloat16 when there are many scales (groups), float32 when there are few (channel, tensor)."""
-    return torch.bfloat16 if isinstance(group_size, int) else torch.float32
+def scale_dtype(group_size: int | str | None, scales: str | None = None) -> torch.dtype:
+    """bfloat16 when there are many scales (groups; `scales` may ask for float32), float32 when there are few (channel,
+    tensor)."""
+    return torch.bfloat16 if isinstance(group_size, int) and scales is None else torch.float32
 
 
 def round_to_nearest(
-    weight: Tensor, grid: Grid, group_size: int | str | None, symmetric: bool, search: bool = True
+    weight: Tensor,
+    grid: Grid,
+    group_size: int | str | None,
+    symmetric: bool,
+    search: bool = True,
+    scales: str | None = None,
 ) -> Quantized:
     """Quantize `weight` [N, K] (any float dtype) without data.
 
     `group_size`: weights a scale serves along K; None is one scale a row; "tensor" one for all. `symmetric=False` adds
-    zero points. `search=False` covers the whole range of each group (absmax, or min and max). Raises ValueError when
+    zero points. `search=False` covers the whole range of each group (absmax, or min and max). `scales="float32"`
+    keeps the scales of groups in float32. Raises ValueError when
     the weight holds NaN or infinity.
     """
     rows, in_features = weight.shape
@@ -73,7 +80,7 @@ def round_to_nearest(
     largest = x.abs().amax(dim=1, keepdim=True) if x.numel() else x.new_zeros(x.shape[0], 1)
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("the weight holds NaN or infinity")
-    dtype = scale_dtype(group_size)
+    dtype = scale_dtype(group_size, scales)
     if grid.bits == TERNARY:
         scale, zero_point = _absmean(x, rows, in_features, group_size), None
     else:

@@ -27,6 +27,7 @@ METHODS = {
     "rtn": "round to nearest, without calibration data",
     "dqt": "[Direct Quantized Training](https://arxiv.org/abs/2412.04787): the codes themselves were trained",
     "gptq": "[GPTQ](https://arxiv.org/abs/2210.17323): rounding errors compensated on calibration data",
+    "compressed-tensors": "imported from a compressed-tensors checkpoint, codes and scales as they were",
 }
 ACTIVATIONS = {"float": "not quantized", "int8": "8 bits per token"}
 GROUPS = {None: "output channel", "tensor": "whole tensor"}

@@ -65,7 +65,7 @@ def solve(
     holds NaN or infinity.
     """
     starts = [
-        round_to_nearest(w, grid_of(scheme.bits), scheme.group_size, scheme.symmetric)
+        round_to_nearest(w, grid_of(scheme.bits), scheme.group_size, scheme.symmetric, scales=scheme.scales)
         for w, scheme in zip(weights, schemes, strict=True)
     ]
     factor = factorize(hessian, damping)
@@ -222,7 +222,7 @@ def fit(weight: Tensor, found: Quantized, scheme: Scheme, hessian: Tensor, refin
     damped.diagonal(dim1=1, dim2=2).add_(1e-4 * left.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True) + 1e-12)
     scale = old + torch.linalg.solve_ex(damped, gradient.unsqueeze(-1))[0].squeeze(-1)
     usable = torch.isfinite(scale) & (scale > 0.25 * old) & (scale < 4 * old)
-    scale = torch.where(usable.all(dim=1, keepdim=True), scale, old).to(scale_dtype(scheme.group_size))
+    scale = torch.where(usable.all(dim=1, keepdim=True), scale, old).to(scale_dtype(scheme.group_size, scheme.scales))
     change = scale.to(torch.float32) - old
     # what the change really made of it is quadratic too, so no further product is needed
     gain = (change * (2 * gradient - (left @ change.unsqueeze(-1)).squeeze(-1))).sum(dim=1)
