@@ -165,7 +165,7 @@ class BlastConfig(LowBitConfig):
             self.layouts = {name: _read_layout(name, layout) for name, layout in section["modules"].items()}
             for field in ("bits", "group_size", "symmetric", "activations", "method", "modules"):
                 kwargs.pop(field, None)
-        if isinstance(bits, bool) or bits not in BLOCK_BITS:
+        if isinstance(bits, (bool, float)) or bits not in BLOCK_BITS:
             raise ValueError(f"`bits`={bits!r} is not supported for live blocks; use one of {list(BLOCK_BITS)}.")
         super().__init__(modules_to_not_convert=modules_to_not_convert, dequantize=dequantize, **kwargs)
         self.bits, self.rest = bits, read_rest(rest)

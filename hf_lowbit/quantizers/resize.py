@@ -1,7 +1,8 @@
-"""`resize_token_embeddings` on low-bit tables.
+"""`resize_token_embeddings` and tying on low-bit tables.
 
 transformers reads the vocabulary size off `weight.shape`, which packed weights do not have. So the tables become dense
-for the resize and are packed again with their scheme; rows that were there before keep their codes.
+for the resize and are packed again with their scheme; rows that were there before keep their codes. Tying, which fits
+the bias of the output layer to that shape, leaves the bias of a low-bit one alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..nn.targets import Target, candidates
 
 
 def install_resize() -> None:
-    """Wrap `PreTrainedModel.resize_token_embeddings`; calling it again changes nothing."""
+    """Wrap `resize_token_embeddings` and `_adjust_bias` of `PreTrainedModel`; calling it again changes nothing."""
     plain = PreTrainedModel.resize_token_embeddings
     if getattr(plain, "_hf_lowbit", False):
         return
@@ -40,6 +41,14 @@ def install_resize() -> None:
 
     resize_token_embeddings._hf_lowbit = True
     PreTrainedModel.resize_token_embeddings = resize_token_embeddings
+    adjust = PreTrainedModel._adjust_bias
+
+    @wraps(adjust)
+    def adjust_bias(self, output_embeddings, input_embeddings):
+        if not isinstance(output_embeddings, LowBitModule):
+            adjust(self, output_embeddings, input_embeddings)
+
+    PreTrainedModel._adjust_bias = adjust_bias
 
 
 def _module(model: PreTrainedModel, key: str) -> nn.Module:

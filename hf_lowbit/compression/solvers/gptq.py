@@ -115,7 +115,8 @@ def factorize(hessian: Tensor, damping: float = DAMPING) -> Factor | None:
         if not int(failed):
             eye = torch.eye(len(order), dtype=lower.dtype, device=lower.device)
             upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1)
-            if bool(torch.isfinite(upper).all()):
+            # inputs near the end of float32 make U underflow, and its diagonal is divided by
+            if bool(torch.isfinite(upper).all() & (upper.diagonal() > 0).all()):
                 note = f"damping raised to {amount:.2g} to factor H" if attempt else None
                 return Factor(order, upper, note)
         amount *= GROWTH
