@@ -1,10 +1,11 @@
 """Calibration data, as a list of batches: keyword arguments of the model's forward.
 
     list of strings, text file      joined with the end-of-text token between, cut into rows of `length` tokens
-    datasets.Dataset                its column `text`, `input_ids` or `messages`
+    datasets.Dataset, rows of it    its column `text`, `input_ids` or `messages`
     list of chats                   lists of {"role", "content"}, through the tokenizer's chat template, then as texts
-    token tensors                   [T] or [B, T], taken as they are
-    dicts                           inputs of the model (images, audio features, encoder and decoder ids), as they are
+    token tensors, arrays, lists    [T] or [B, T], taken as they are
+    dicts                           inputs of the model (images, audio features, encoder and decoder ids), as they are;
+                                    ids and masks may lack the batch dimension
 
 Rows are full, so that no padding is needed; where dicts bring an `attention_mask`, statistics leave padding out. An
 encoder-decoder gets its source as target too (with the labels' shift) when no decoder inputs are given.
@@ -12,11 +13,13 @@ encoder-decoder gets its source as target too (with the labels' shift) when no d
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,18 +47,20 @@ def make_batches(
     """
     if isinstance(data, (str, os.PathLike)):
         data = [_read(data)]
-    if isinstance(data, Tensor):
-        return _checked([{"input_ids": row[None]} for row in _rows_of(data)], model)
+    if isinstance(data, (Tensor, np.ndarray)):
+        return _checked([{"input_ids": row[None]} for row in _rows_of(torch.as_tensor(data))], model)
+    column = getattr(data, "column_names", None)
+    if isinstance(column, Mapping):
+        raise TypeError(f"`calibration` is a {type(data).__name__} of the splits {list(column)}; pass one of them.")
     if isinstance(data, Mapping):
         data = [data]
-    column = getattr(data, "column_names", None)
     if column is not None:
-        names = [name for name in ("input_ids", "messages", "text") if name in (column or [])]
-        if not names:
+        name = _column_of(column)
+        if name is None:
             raise ValueError(
                 f"`calibration` has the columns {list(column)}; name one `text`, `input_ids` or `messages`."
             )
-        data = [row[names[0]] for row in data]
+        data = [row[name] for row in data]
     elif not isinstance(data, Iterable):
         raise TypeError(
             f"`calibration` is a {type(data).__name__}; pass texts, a text file, a Dataset, token tensors, chats or "
@@ -64,16 +69,26 @@ def make_batches(
     data = list(data)
     if not data:
         raise ValueError("`calibration` is empty; a few thousand tokens of text like the model's own are enough.")
+    if isinstance(data[0], Mapping) and _column_of(data[0]) in ("messages", "text"):
+        # rows of a dataset, one by one
+        data = [row[_column_of(data[0])] for row in data]
     first = data[0]
     if isinstance(first, Mapping) and not {"role", "content"} <= set(first):
-        return _checked([{k: _tensor(v) for k, v in row.items()} for row in data], model)
-    if isinstance(first, Tensor) or (isinstance(first, (list, tuple)) and first and isinstance(first[0], int)):
+        return _checked([_with_batch({k: _tensor(v) for k, v in row.items()}) for row in data], model)
+    ids = isinstance(first, (list, tuple)) and first and isinstance(first[0], int)
+    if isinstance(first, (Tensor, np.ndarray)) or ids:
         return _checked([{"input_ids": row[None]} for item in data for row in _rows_of(_tensor(item))], model)
     if isinstance(first, Mapping):
         data, first = [data], data
     if tokenizer is None:
         raise ValueError("`calibration` is text, but the model has no tokenizer beside it; pass token tensors.")
     if isinstance(first, (list, tuple)):
+        odd = next((turn for chat in data for turn in chat if not isinstance(turn, Mapping)), None)
+        if odd is not None:
+            raise TypeError(
+                f"`calibration` holds lists of {type(odd).__name__}; pass a flat list of texts, or chats (lists of "
+                '{"role", "content"}).'
+            )
         data = [tokenizer.apply_chat_template(list(chat), tokenize=False) for chat in data]
     if not all(isinstance(text, str) for text in data):
         wrong = next(type(text).__name__ for text in data if not isinstance(text, str))
@@ -100,9 +115,16 @@ def _packed(texts: list[str], tokenizer: Any, length: int, rows: int, seed: int)
     return [{"input_ids": row[None]} for row in table[chosen]]
 
 
+def _column_of(names: Iterable[str]) -> str | None:
+    """The column that holds what the model reads: tokens before chats before text."""
+    return next((name for name in ("input_ids", "messages", "text") if name in names), None)
+
+
 def _read(path: str | os.PathLike) -> str:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"`calibration`={str(path)!r} is no text file; pass texts as a list of strings.")
+    # no file system has longer names, and most refuse to be asked
+    shown = str(path) if len(str(path)) <= 80 else f"{str(path)[:80]}..."
+    if len(os.fsencode(path)) > 4096 or not os.path.isfile(path):
+        raise FileNotFoundError(f"`calibration`={shown!r} is no text file; pass texts as a list of strings.")
     return Path(path).read_text(encoding="utf-8")
 
 
@@ -110,7 +132,18 @@ def _tensor(value: Any) -> Any:
     return value if isinstance(value, Tensor) or isinstance(value, (bool, str)) else torch.as_tensor(value)
 
 
+def _with_batch(row: dict[str, Any]) -> dict[str, Any]:
+    """Ids and masks as [1, T] where a row of a dataset has [T]."""
+    ids = row.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 1:
+        return row
+    alone = {key for key, value in row.items() if isinstance(value, Tensor) and value.shape[:1] == ids.shape}
+    return {key: value[None] if key in alone else value for key, value in row.items()}
+
+
 def _rows_of(ids: Tensor) -> Tensor:
+    if ids.numel() == 0:
+        raise ValueError(f"`calibration` holds no tokens: a tensor of shape {tuple(ids.shape)}.")
     if ids.ndim not in (1, 2) or ids.is_floating_point():
         raise ValueError(
             f"`calibration` holds a tensor {ids.dtype} of shape {tuple(ids.shape)}; token ids are whole numbers, [T] "
@@ -126,9 +159,16 @@ def _checked(batches: list[dict[str, Tensor]], model: nn.Module | None) -> list[
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = getattr(text, "vocab_size", None)
+    if model is not None:
+        _check_arguments(batches, model)
     for batch in batches:
         ids = batch.get("input_ids")
-        if ids is not None and vocabulary and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        if isinstance(ids, Tensor) and ids.numel() and int(ids.min()) < 0:
+            raise ValueError(
+                f"`calibration` has the token id {int(ids.min())}; ids are not negative. Labels may be, padding is "
+                "said by `attention_mask`."
+            )
+        if ids is not None and vocabulary and ids.numel() and int(ids.max()) >= vocabulary:
             raise ValueError(
                 f"`calibration` has the token id {int(ids.max())}, but the model's vocabulary has {vocabulary}: it "
                 "was made with another tokenizer."
@@ -138,3 +178,17 @@ def _checked(batches: list[dict[str, Tensor]], model: nn.Module | None) -> list[
             start = getattr(config, "decoder_start_token_id", None)
             batch["decoder_input_ids"] = torch.cat([ids.new_full((len(ids), 1), start or 0), ids[:, :-1]], dim=1)
     return batches
+
+
+def _check_arguments(batches: list[dict[str, Any]], model: nn.Module) -> None:
+    """Raises ValueError for names that the model's forward does not have, and where there is nothing but labels."""
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for batch in batches:
+        unknown = [name for name in batch if name not in parameters]
+        inputs = [name for name in batch if name not in unknown and not name.endswith(("labels", "mask"))]
+        if (unknown and not open_ended) or not inputs:
+            raise ValueError(
+                f"`calibration` has dicts of {sorted(batch)}, but {type(model).__name__} takes "
+                f"{[name for name in parameters if name not in ('args', 'kwargs')][:8]}: pass its inputs by these names."
+            )

@@ -180,7 +180,7 @@ class BlastConfig(LowBitConfig):
             self.layouts = {name: _read_layout(name, layout) for name, layout in section["modules"].items()}
             for field in ("bits", "group_size", "symmetric", "activations", "method", "modules"):
                 kwargs.pop(field, None)
-        if isinstance(bits, bool) or bits not in BLOCK_BITS:
+        if isinstance(bits, (bool, float)) or bits not in BLOCK_BITS:
             raise ValueError(f"`bits`={bits!r} is not supported for live blocks; use one of {list(BLOCK_BITS)}.")
         if activations not in (None, *ACTIVATIONS):
             raise ValueError(f"`activations`={activations!r} is not supported; use one of {list(ACTIVATIONS)}.")

@@ -37,8 +37,8 @@ class DQTConfig(LowBitConfig):
             are ternary, as BitNet defines them, "float" otherwise.
         modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense.
         scale: "fixed" (default), or "learned": scales get gradients and are trained with the codes.
-        grad_dtype: dtype of the codes' gradients: None (default) is the model's; "bfloat16" halves their memory
-            where a float32 model trains under bfloat16 autocast.
+        grad_dtype: dtype of the codes' gradients: None (default) is the model's; "bfloat16" (or torch.bfloat16) halves
+            their memory where a float32 model trains under bfloat16 autocast.
         dequantize: turn a checkpoint back into dense weights while loading.
 
     Linear layers and GPT-2's `Conv1D` are converted; embeddings, norms, output layers and fused experts stay float and
@@ -83,6 +83,8 @@ class DQTConfig(LowBitConfig):
             )
         if scale not in SCALES:
             raise ValueError(f"`scale`={scale!r} is not supported; use one of {list(SCALES)}.")
+        # a torch.dtype is kept by name: the config is JSON
+        grad_dtype = None if grad_dtype is None else str(grad_dtype).removeprefix("torch.")
         if grad_dtype not in GRAD_DTYPES:
             raise ValueError(f"`grad_dtype`={grad_dtype!r} is not supported; use one of {list(GRAD_DTYPES)}.")
         saved.setdefault("symmetric", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import warnings
@@ -207,6 +208,14 @@ class LowBitConfig(QuantizationConfigMixin):
             + ". Load it without `quantization_config`; or load it with LowBitConfig(dequantize=True) and quantize "
             "the result again with hf_lowbit.quantize."
         )
+
+    def __deepcopy__(self, memo):
+        # the data is the caller's: it may be large, or a generator, which can't be copied
+        memo[id(self.calibration)] = self.calibration
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __iter__(self):
         yield from self.to_dict().items()

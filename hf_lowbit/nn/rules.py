@@ -34,7 +34,8 @@ def default_reasons(model: nn.Module) -> dict[str, str]:
             for name, reason in _model_reasons(part):
                 reasons.setdefault(".".join(p for p in (prefix, name) if p), reason)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in ROUTER_NAMES:
+        # the layer itself, or the one inside a router module (`router.classifier`, `router.layer`, `gate.wg`)
+        if isinstance(module, nn.Linear) and ROUTER_NAMES.intersection(name.split(".")[-2:]):
             if module.out_features <= MOST_EXPERTS:
                 reasons.setdefault(name, "router")
     return reasons

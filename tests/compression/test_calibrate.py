@@ -1,4 +1,7 @@
-"""Calibration data of every kind becomes batches of model inputs; what can't be used is refused in a sentence."""
+"""Calibration data of every kind becomes batches of model inputs; what can't be used is refused in a sentence.
+
+Public reports: openvinotoolkit/nncf#2230, vllm-project/llm-compressor#1510 and #1589, AutoGPTQ/AutoGPTQ#267.
+"""
 
 import pytest
 import torch
@@ -57,6 +60,37 @@ def test_tensors_and_dicts_are_taken_as_they_are(model):
     assert make_batches({"pixel_values": torch.rand(1, 3, 8, 8)})[0]["pixel_values"].shape == (1, 3, 8, 8)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(lambda ids: ids.numpy(), id="array"),
+        pytest.param(lambda ids: list(ids.numpy()), id="arrays"),
+        pytest.param(lambda ids: ids.tolist(), id="lists"),
+        pytest.param(lambda ids: (row for row in ids), id="generator"),
+        pytest.param(lambda ids: [{"input_ids": row.tolist()} for row in ids], id="rows-of-lists"),
+        pytest.param(lambda ids: [{"input_ids": row, "attention_mask": row * 0 + 1} for row in ids], id="rows"),
+    ],
+)
+def test_token_ids_in_any_form(model, data):
+    ids = torch.randint(0, 384, (3, 40))
+    batches = make_batches(data(ids), model=model)
+    assert all(tensor.shape == (1, 40) for batch in batches for tensor in batch.values())
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in batches]), ids)
+
+
+def test_rows_of_a_dataset_are_read_by_their_column(tokenizer, model):
+    rows = [{"text": TEXT[:2000], "label": 1}, {"text": TEXT[2000:4000], "label": 0}]
+    wanted = make_batches([row["text"] for row in rows], tokenizer, model)
+    assert torch.equal(make_batches(rows, tokenizer, model)[0]["input_ids"], wanted[0]["input_ids"])
+
+
+def test_splits_are_named(tokenizer, model):
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": [TEXT]})})
+    with pytest.raises(TypeError, match="train"):
+        make_batches(splits, tokenizer, model)
+
+
 def test_a_dataset_is_read_by_its_column(tokenizer):
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_dict({"text": [TEXT]})
@@ -79,6 +113,13 @@ def test_a_dataset_is_read_by_its_column(tokenizer):
         pytest.param(3, TypeError, "int", id="number"),
         pytest.param("no/such/file.txt", FileNotFoundError, "no text file", id="missing-file"),
         pytest.param([TEXT, 3], TypeError, "mixes", id="mixed"),
+        pytest.param([None], TypeError, "NoneType", id="none-in-a-list"),
+        pytest.param([["a text", "another"]], TypeError, "flat list of texts", id="nested-texts"),
+        pytest.param(TEXT, FileNotFoundError, "list of strings", id="one-long-text"),
+        pytest.param(torch.zeros(0, 16, dtype=torch.long), ValueError, "no tokens", id="empty-tensor"),
+        pytest.param(torch.full((1, 64), -100), ValueError, "not negative", id="negative-ids"),
+        pytest.param([{"labels": torch.ones(1, 40)}], ValueError, "input_ids", id="labels-only"),
+        pytest.param([{"tokens": torch.ones(1, 40)}], ValueError, "tokens", id="unknown-argument"),
     ],
 )
 def test_what_cannot_be_used_is_refused(tokenizer, model, data, error, message):

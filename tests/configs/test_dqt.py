@@ -70,7 +70,7 @@ def test_forward_bits_equal_to_bits_are_the_codes_themselves():
         ({"activation_bits": 4}, "`activation_bits`=4"),
         ({"activation_bits": True}, "`activation_bits`=True"),
         ({"scale": "free"}, "`scale`='free'"),
-        ({"grad_dtype": torch.bfloat16}, "`grad_dtype`"),
+        ({"grad_dtype": torch.float64}, "`grad_dtype`"),
         ({"forwards_bits": "ternary"}, "did you mean `forward_bits`"),
         ({"modules_to_not_convert": "mlp"}, "`modules_to_not_convert`"),
         ({"training": {"method": "else"}}, "`training`"),

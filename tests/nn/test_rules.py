@@ -1,11 +1,14 @@
-"""What stays dense by default: heads with and without bias, output layers, routers, float32 modules, tied weights."""
+"""What stays dense by default: heads with and without bias, output layers, routers, float32 modules, tied weights.
+
+Public reports of quantized heads: unslothai/unsloth-zoo#161 and #594, NVIDIA/Model-Optimizer#132.
+"""
 
 import pytest
 import transformers as hf
 from torch import nn
 
 from hf_lowbit.nn.rules import default_reasons, find_reason, hard_reasons, tied_groups
-from tests.quantizers.architectures import BY_ID, DECODER, DISTILBERT, ENCODER, MIXTURE, VISION
+from tests.quantizers.architectures import BY_ID, DECODER, DISTILBERT, ENCODER, MIXTURE, T5, VISION
 
 
 def linear_reasons(model):
@@ -83,6 +86,13 @@ def test_a_gate_with_few_outputs_is_a_router():
     reasons = linear_reasons(hf.Qwen2MoeForCausalLM(config))
     routers = {name for name, reason in reasons.items() if reason == "router"}
     assert routers == {f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(2)}
+
+
+def test_the_layer_inside_a_router_is_a_router():
+    config = hf.SwitchTransformersConfig(**T5, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
+    model = hf.SwitchTransformersForConditionalGeneration(config)
+    routers = {name for name, reason in linear_reasons(model).items() if reason == "router"}
+    assert routers and all(name.endswith("mlp.router.classifier") for name in routers)
 
 
 def test_routers_by_name_and_width():

@@ -42,6 +42,12 @@ def test_in_memory_and_at_load_give_the_same(tiny_llama, loaded):  # noqa: F811
         assert {r.method for r in found.lowbit_records} == {"gptq"}
 
 
+def test_a_generator_is_read_once_and_not_copied(tiny_llama, loaded):  # noqa: F811
+    one_by_one = (text for text in TEXT)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, quantization_config=config(calibration=one_by_one))
+    assert torch.equal(logits(model), logits(loaded))
+
+
 def test_saved_and_loaded_it_is_the_same(loaded, tmp_path):
     loaded.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)

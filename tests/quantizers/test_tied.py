@@ -1,4 +1,8 @@
-"""Output layers that share the token table: dense by default, one low-bit table when asked."""
+"""Output layers that share the token table: dense by default, one low-bit table when asked.
+
+Public reports: neuralmagic/AutoFP8#31, vllm-project/llm-compressor#2835, huggingface/transformers#37905 and #35080,
+intel/auto-round#101, casper-hansen/AutoAWQ#665.
+"""
 
 import copy
 
@@ -21,6 +25,8 @@ TABLES = {
     "t5-relu": ("shared", "shared.weight"),
     "bart": ("shared", "model.shared.weight"),
     "opt": ("embed_tokens", "model.decoder.embed_tokens.weight"),
+    # its output layer has a bias, which tying fits to the shape of the table
+    "bert-masked-lm": ("word_embeddings", "bert.embeddings.word_embeddings.weight"),
 }
 EVERYWHERE = pytest.mark.parametrize("architecture", [BY_ID[name] for name in TABLES], ids=repr)
 # rounding the table to 8 bits with zero points, relative to the norm of the logits of a dense table

@@ -1,4 +1,7 @@
-"""GPTQ against a short obvious reference, on every grid, and on Hessians that can't be factored."""
+"""GPTQ against a short obvious reference, on every grid, and on Hessians that can't be factored.
+
+Public reports: AutoGPTQ/AutoGPTQ#708, #572 and #196, vllm-project/llm-compressor#142, intel/neural-compressor#1965.
+"""
 
 import pytest
 import torch
@@ -84,7 +87,7 @@ def test_weights_with_one_input_are_solved_as_if_alone(problem):
         assert found.error == pytest.approx(alone.error, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", ["few-samples", "dead-inputs", "all-zero", "indefinite", "nan"])
+@pytest.mark.parametrize("kind", ["few-samples", "dead-inputs", "all-zero", "indefinite", "nan", "huge", "tiny"])
 def test_bad_hessians_give_finite_results(problem, kind):
     weight, hessian = problem
     generator = torch.Generator().manual_seed(1)
@@ -95,6 +98,11 @@ def test_bad_hessians_give_finite_results(problem, kind):
     bad = x.T @ x
     if kind == "all-zero":
         bad = torch.zeros_like(bad)
+    if kind == "huge":
+        # U of inputs near 1e18 underflows in float32
+        bad = x.T @ x * 1e36
+    if kind == "tiny":
+        bad = x.T @ x * 1e-36
     if kind == "indefinite":
         bad = hessian - 2 * float(torch.linalg.eigvalsh(hessian).max()) * torch.eye(72)
     if kind == "nan":
