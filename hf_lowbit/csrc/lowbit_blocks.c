@@ -7,7 +7,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* up to so many rows, x is multiplied with low-bit blocks as digits (measured) */
-enum { FEW_DIGIT_ROWS = 4 };
+enum { FEW_DIGIT_ROWS = 8 };
 
 #define T(name) name##_blocks_portable
 #include "block_portable.h"
