@@ -27,39 +27,43 @@ static inline struct lowbit_problem T(problem_of_x)(const struct lowbit_blocks *
     return (struct lowbit_problem){.type = p->type, .columns = p->in_features};
 }
 
-/* the phases of one row of int8, block by block, as often as rows of a block share a vector */
-INLINE void T(place_codes)(const struct T(codes_job) *job, int64_t row, const int8_t *codes, const int P) {
-    int64_t width = job->p->width, whole = width / P, place = job->place;
+/* `row` bytes, as often as a vector holds them */
+INLINE void T(repeat)(int8_t *out, const int8_t *from, int64_t row) {
+    switch (row) {
+    case 4: UNROLL for (int j = 0; j < VB / 4; j++) memcpy(out + 4 * j, from, 4); break;
+    case 8: UNROLL for (int j = 0; j < VB / 8; j++) memcpy(out + 8 * j, from, 8); break;
+    case 16: UNROLL for (int j = 0; j < VB / 16; j++) memcpy(out + 16 * j, from, 16); break;
+    case 32: UNROLL for (int j = 0; j < VB / 32; j++) memcpy(out + 32 * j, from, 32); break;
+    default: memcpy(out, from, (size_t)row);
+    }
+}
+
+/* the phases of one row of int8, block by block, as often as rows of a block share a vector; what follows the row is zero.
+ * `planes`: room for the row, VB P bytes more */
+INLINE void T(place_codes)(const struct T(codes_job) *job, int64_t row, const int8_t *codes, int8_t *planes, const int P) {
+    int64_t width = job->p->width, place = job->place, apart = round_up(job->block_columns * width, VB * P) / P;
     int8_t *out = job->x + row * job->block_columns * P * place;
     int32_t factor = -T(stored_offset)(job->p), *shift = job->shift + row * job->block_columns;
-    int repeats = (int)(place / job->row);
-    for (int64_t c = 0; c < job->block_columns; c++, codes += width, out += P * place) {
-        if (width < P * job->row) memset(out, 0, (size_t)(P * place));
-        if (P == 1) memcpy(out, codes, (size_t)width);
-        else if (P == 2) for (int64_t j = 0; j < whole; j++) {
-            uint16_t two;
-            memcpy(&two, codes + 2 * j, 2);
-            out[j] = (int8_t)two;
-            out[place + j] = (int8_t)(two >> 8);
-        } else for (int64_t j = 0; j < whole; j++) {
-            uint32_t four;
-            memcpy(&four, codes + 4 * j, 4);
-            UNROLL for (int i = 0; i < 4; i++) out[i * place + j] = (int8_t)(four >> 8 * i);
+    int repeats = (int)(place / job->row), whole = width == P * job->row;
+    if (P == 1) planes = (int8_t *)codes;
+    else if (whole) for (int64_t j = 0; j < apart; j += VB) T(split_phases)(codes + j * P, planes + j, apart, P);
+    for (int64_t c = 0; c < job->block_columns; c++, out += P * place) {
+        if (whole) for (int i = 0; i < P; i++) T(repeat)(out + i * place, planes + i * apart + c * job->row, job->row);
+        else {
+            memset(out, 0, (size_t)(P * place));
+            for (int64_t k = 0; k < width; k++) for (int64_t j = k / P; j < place; j += job->row)
+                out[k % P * place + j] = codes[c * width + k];
         }
-        for (int64_t k = whole * P; k < width; k++) out[(k - whole * P) * place + whole] = codes[k];
-        for (int i = 0; i < P; i++) for (int64_t j = job->row; j < place; j += job->row)
-            memcpy(out + i * place + j, out + i * place, (size_t)job->row);
         vi sum = zero_i(), ones = set_i(0x01010101);
         for (int64_t j = 0; j < P * place; j += VB) sum = dot(0, sum, ones, load(out + j));
         shift[c] = factor * (sum_i(sum) / repeats);
     }
 }
-static void T(place_row)(const struct T(codes_job) *job, int64_t row, int8_t *codes) {
+static void T(place_row)(const struct T(codes_job) *job, int64_t row, int8_t *codes, int8_t *planes) {
     const struct lowbit_blocks *p = job->p;
-    memset(codes + p->in_features, 0, (size_t)(job->block_columns * p->width - p->in_features));
-    if (p->field == 8) T(place_codes)(job, row, codes, 1);
-    else if (p->field == 4) T(place_codes)(job, row, codes, 2);
-    else T(place_codes)(job, row, codes, 4);
+    if (p->field == 8) T(place_codes)(job, row, codes, planes, 1);
+    else if (p->field == 4) T(place_codes)(job, row, codes, planes, 2);
+    else T(place_codes)(job, row, codes, planes, 4);
 }
 
 /* 1 when a row of x can't be cut into digits, -1 when there is no memory */
@@ -67,23 +71,24 @@ static int T(place_x)(struct T(codes_job) *job) {
     const struct lowbit_blocks *p = job->p;
     struct lowbit_problem problem = T(problem_of_x)(p);
     struct lowbit_call c = {.p = &problem, .x = p->x, .x_stride = p->x_stride};
-    int64_t columns = job->block_columns * p->width;
-    float *x = scratch(columns * 5);
+    int64_t columns = round_up(job->block_columns * p->width, 4 * VB);
+    float *x = scratch(columns * 6);
     if (!x) return -1;
-    int8_t *codes = (int8_t *)(x + columns);
+    int8_t *codes = (int8_t *)(x + columns), *planes = codes + columns;
     int status = 0;
+    memset(codes, 0, (size_t)columns);
     for (int64_t m = 0; m < p->m && !status; m++) {
         T(load_floats)(&c, m, x);
         if (!job->digits) {
             job->t[m] = T(quantize_row)(x, p->in_features, codes);
-            T(place_row)(job, m, codes);
+            T(place_row)(job, m, codes, planes);
             continue;
         }
         float t = T(fixed_point)(x, p->in_features, job->digits);
         if (t == 0.0f) status = 1;
         else for (int64_t d = 0; d < job->digits; d++) {
             T(next_digit)((int32_t *)x, p->in_features, codes);
-            T(place_row)(job, m * job->digits + d, codes);
+            T(place_row)(job, m * job->digits + d, codes, planes);
             if (d % 2 == 0) job->t[m * 2 + d / 2] = t * (float)(1 << 8 * d);
         }
     }
