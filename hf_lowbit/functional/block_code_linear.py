@@ -113,9 +113,7 @@ def _run(x, stored, scale, col_indices, row_pointers, field, width, int8_activat
     problem = problem_of(x, stored, row_pointers, bits, width, int8_activations)
     kernel = choose_blocks(problem)
     if kernel is None:
-        return reference_block_code_linear(
-            x, stored, scale, col_indices, row_pointers, bits, width, int8_activations
-        )
+        return reference_block_code_linear(x, stored, scale, col_indices, row_pointers, bits, width, int8_activations)
     pointers = None if row_pointers is None else row_pointers.contiguous()
     return kernel.run(x, stored.contiguous(), col_indices.contiguous(), pointers, problem, scale.contiguous())
 

@@ -22,11 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .block_dispatch import BlockProblem, choose_blocks
+from .block_dispatch import FEW_ROWS, BlockProblem, choose_blocks, rebuilds
 
-
-# up to so many rows of x the values are read as they lie; from there on one copy in the order of the product pays
-FEW_ROWS = 16
 
 _library = torch.library.Library("hf_lowbit", "FRAGMENT")
 _library.define(
@@ -127,6 +124,15 @@ def reference_block_linear(
     return y.transpose(0, 1).reshape(rows, count * height).to(x.dtype)
 
 
+def dense_of(values: Tensor, col_indices: Tensor, row_pointers: Tensor | None, in_features: int) -> Tensor:
+    """W [NB * bn, K], zeros in dead blocks."""
+    count, (height, width) = block_rows(values, row_pointers), values.shape[-2:]
+    dense = values.new_zeros(count, height, -(-in_features // width), width)
+    at = rows_of_blocks(values, row_pointers), col_indices.reshape(-1).long()
+    dense.transpose(1, 2)[at] = values.reshape(-1, height, width)
+    return dense.view(count * height, -1)[:, :in_features]
+
+
 def transpose_blocks(
     values: Tensor, col_indices: Tensor, row_pointers: Tensor | None, block_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,14 +148,19 @@ def transpose_blocks(
 def problem_of(x: Tensor, values: Tensor, row_pointers: Tensor | None) -> BlockProblem:
     """Describe a call for `choose_blocks`: x [M, K]."""
     height, width = values.shape[-2:]
+    count = block_rows(values, row_pointers)
+    blocks = max(count * -(-x.shape[1] // width), 1)
     return BlockProblem(
-        height, width, block_rows(values, row_pointers), x.shape[1], x.shape[0], x.dtype, x.device.type
-    )
+        height, width, count, x.shape[1], x.shape[0], x.dtype, x.device.type,
+        sparsity=1 - values.shape[:-2].numel() / blocks,
+    )  # fmt: skip
 
 
 def _run(x, values, col_indices, row_pointers, in_features):
     problem = problem_of(x, values, row_pointers)
     kernel = choose_blocks(problem)
+    if kernel is None and rebuilds(problem):
+        return F.linear(x, dense_of(values, col_indices, row_pointers, in_features))
     if kernel is None:
         return reference_block_linear(x, values, col_indices, row_pointers, in_features)
     pointers = None if row_pointers is None else row_pointers.contiguous()
