@@ -40,12 +40,18 @@ class BlockKernel(NamedTuple):
     `run(x, values, col_indices, row_pointers, problem, scale)` gets x [M, K] with any strides, values and indices
     contiguous as `blocks.py` describes them, x and values of one dtype, and returns [M, NB * height] in that dtype. Of
     low-bit blocks the values are packed codes, and `scale` is what `block_codes.py` says; else it is None.
+
+    `gradient(dy, x, col_indices, row_pointers, problem)` returns the gradient of float blocks, of the shape of the
+    indices and a block; `swiglu(x, gate, up, col_indices, row_pointers, problem)` silu(x gate^T) * (x up^T) for two
+    weights whose blocks lie at the same places. Both may be None: torch does it then.
     """
 
     name: str
     rank: int
     refuse: Callable[[BlockProblem], str | None]
     run: Callable[[Tensor, Tensor, Tensor, Tensor | None, BlockProblem, Tensor | None], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor | None, BlockProblem], Tensor] | None = None
+    swiglu: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, BlockProblem], Tensor] | None = None
 
 
 _kernels: list[BlockKernel] = []

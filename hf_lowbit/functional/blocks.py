@@ -29,6 +29,9 @@ _library = torch.library.Library("hf_lowbit", "FRAGMENT")
 _library.define(
     "block_linear(Tensor x, Tensor values, Tensor col_indices, Tensor? row_pointers, int in_features) -> Tensor"
 )
+_library.define(
+    "block_gradient(Tensor gradient, Tensor x, Tensor col_indices, Tensor? row_pointers, int height, int width) -> Tensor"
+)
 
 
 def block_linear(
@@ -184,14 +187,40 @@ def _backward(ctx, gradient):
         transposed = transpose_blocks(values, columns, pointers, -(-ctx.in_features // width))
         grad_x = torch.ops.hf_lowbit.block_linear(gradient, *transposed, gradient.shape[1])[:, : ctx.in_features]
     if ctx.needs_input_grad[1]:
-        outputs = gradient.unflatten(1, (-1, height)).transpose(0, 1)
-        if pointers is None:
-            grad_values = torch.bmm(outputs.transpose(1, 2), gather_rows(x, columns, width))
-            grad_values = grad_values.unflatten(2, (-1, width)).transpose(1, 2).contiguous()
-        else:
-            outputs = outputs.index_select(0, rows_of_blocks(values, pointers))
-            grad_values = torch.bmm(outputs.transpose(1, 2), gather_input(x, columns, width))
+        # the operator, since torch.compile traces through here
+        grad_values = torch.ops.hf_lowbit.block_gradient(gradient, x, columns, pointers, height, width)
     return grad_x, grad_values, None, None, None
+
+
+def reference_block_gradient(
+    gradient: Tensor, x: Tensor, col_indices: Tensor, row_pointers: Tensor | None, height: int, width: int
+) -> Tensor:
+    """dV of the blocks at `col_indices`: gradient [M, NB * bn], x [M, K]."""
+    outputs = gradient.unflatten(1, (-1, height)).transpose(0, 1)
+    if row_pointers is None:
+        grad = torch.bmm(outputs.transpose(1, 2), gather_rows(x, col_indices, width))
+        return grad.unflatten(2, (-1, width)).transpose(1, 2).contiguous()
+    outputs = outputs.index_select(0, rows_of_blocks(col_indices, row_pointers))
+    return torch.bmm(outputs.transpose(1, 2), gather_input(x, col_indices, width))
+
+
+def _run_gradient(gradient, x, col_indices, row_pointers, height, width):
+    problem = BlockProblem(
+        height, width, gradient.shape[1] // height, x.shape[1], x.shape[0], x.dtype, x.device.type
+    )
+    kernel = choose_blocks(problem)
+    if kernel is None or kernel.gradient is None:
+        return reference_block_gradient(gradient, x, col_indices, row_pointers, height, width)
+    pointers = None if row_pointers is None else row_pointers.contiguous()
+    return kernel.gradient(gradient, x, col_indices.contiguous(), pointers, problem)
+
+
+def _meta_gradient(gradient, x, col_indices, row_pointers, height, width):
+    return x.new_empty(*col_indices.shape, height, width)
+
+
+_library.impl("block_gradient", _run_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("hf_lowbit::block_gradient", _meta_gradient, lib=_library)
 
 
 _library.impl("block_linear", _run, "CompositeExplicitAutograd")
