@@ -24,11 +24,6 @@ from ..nn.sparsify import clear_module, masked_modules
 from .schedule import Schedule
 
 
-# measured on CPU, forward and both gradients at 512 rows (float32): the sparsity from which the live blocks alone are
-# faster than the dense product, by the smaller side of a block
-SPARSE_FROM = ((128, 0.75), (64, 0.85), (32, 0.95))
-
-
 class BlockPruner:
     """Moves the masks of `model` along `schedule`.
 
@@ -36,8 +31,8 @@ class BlockPruner:
         score: "fro", "l1" or "act" (functional/block_masks.py).
         grow: "budget", "union" or "none".
         reset_optimizer_state: zero the moments of blocks that were pruned or grown.
-        compute: "auto" runs the product and gradients on live blocks once they are few enough, "dense" never,
-            "sparse" always.
+        compute: "auto" runs the product and gradients on live blocks where that was measured to be no slower
+            (functional/block_crossover.py), "dense" never, "sparse" always.
     """
 
     def __init__(
@@ -60,7 +55,7 @@ class BlockPruner:
         for module in self.modules.values():
             module.controlled = True
             clear_module(module)
-            self._choose_compute(module)
+            module.sparse_compute = {"auto": "auto", "dense": False, "sparse": True}[self.compute]
 
     def release(self) -> None:
         """Leave the layers as they are."""
@@ -130,7 +125,6 @@ class BlockPruner:
         self.grown += int((changed & mask).sum())
         self.pruned += int((changed & ~mask).sum())
         module.mask = mask
-        self._choose_compute(module)
         if optimizer is not None and self.reset_optimizer_state:
             reset_blocks(optimizer, module, changed)
 
@@ -153,13 +147,6 @@ class BlockPruner:
             # every process has to take part in the sum
             gradient = torch.zeros_like(module.oriented())
         return block_scores(_summed(gradient), module.layout.block)
-
-    def _choose_compute(self, module: MaskedModule) -> None:
-        if self.compute == "auto":
-            threshold = next((share for size, share in SPARSE_FROM if min(module.layout.block) >= size), 1.0)
-            module.sparse_compute = module.measured_sparsity >= threshold
-        else:
-            module.sparse_compute = self.compute == "sparse"
 
 
 def reset_blocks(optimizer: torch.optim.Optimizer, module: MaskedModule, changed: Tensor) -> None:

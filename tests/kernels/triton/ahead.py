@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 from hf_lowbit.functional.grid import grid_of, group_count
 from hf_lowbit.functional.packing import row_bytes
 from hf_lowbit.kernels.triton.activations import quantize_kernel
+from hf_lowbit.kernels.triton.block_launch import constants_of, gradient_plan, product_plan
+from hf_lowbit.kernels.triton.block_tiles import gradient_kernel, product_kernel
 from hf_lowbit.kernels.triton.plans import group_of, plan_for
 from hf_lowbit.kernels.triton.product import planes_of, tile_constants, word_constants
 from hf_lowbit.kernels.triton.splits import sum_kernel
@@ -104,3 +106,27 @@ def compile_sum(capability, out_features=4096) -> Compiled:
     constants = {"SPLITS": 4, "HAS_SCALE": True, "INT8": True, "HAS_BIAS": True, "BLOCK": 1024}
     sizes = {"out_features": out_features, "scale_stride": 1}
     return _compile(sum_kernel, types, constants, sizes, capability, enable_fp_fusion=False)
+
+
+def compile_block_product(problem, capability, weights=1, **changes) -> Compiled:
+    """The product with live blocks, `weights` 2: the fused SwiGLU; the plan with `changes`."""
+    plan = product_plan(problem, weights)._replace(**changes)
+    kind = POINTERS[problem.dtype]
+    types = {"x": kind, "values": kind, "second": kind, "columns": "*i32", "pointers": "*i32", "y": kind}
+    sizes = {"in_features": problem.in_features, "block_rows": problem.block_rows, "live": 6,
+             "x_stride": problem.in_features}  # fmt: skip
+    constants = {"HAS_POINTERS": False, "SWIGLU": weights == 2, **constants_of(problem, plan)}
+    options = {"num_warps": plan.warps, "num_stages": plan.stages, "enable_fp_fusion": True}
+    return _compile(product_kernel, types, constants, sizes, capability, **options)
+
+
+def compile_block_gradient(problem, capability, **changes) -> Compiled:
+    """The gradient of live blocks."""
+    plan = gradient_plan(problem)._replace(**changes)
+    kind = POINTERS[problem.dtype]
+    types = {"gradient": kind, "x": kind, "block_rows": "*i32", "columns": "*i32", "out": kind}
+    sizes = {"in_features": problem.in_features, "gradient_stride": problem.block_rows * problem.height,
+             "x_stride": problem.in_features}  # fmt: skip
+    constants = constants_of(problem, plan)
+    options = {"num_warps": plan.warps, "num_stages": plan.stages, "enable_fp_fusion": True}
+    return _compile(gradient_kernel, types, constants, sizes, capability, **options)
