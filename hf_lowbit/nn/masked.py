@@ -84,12 +84,14 @@ def sparse_product(
 class MaskedModule(nn.Module):
     """Mixin of the layers that are being pruned; `layout` says how, `mask` what lives, `target` how sparse in the end.
 
+    `mask_group` names what layers with one mask in common belong to; None: a layer has a mask of its own.
     `controlled` is True while something keeps dead blocks at zero; training without is refused.
     """
 
     layout: BlockLayout
     target: float
     mask: Tensor
+    mask_group: str | None = None
     controlled: bool = False
     sparse_compute: bool = False
     wants_dense_gradient: bool = False
