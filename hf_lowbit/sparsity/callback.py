@@ -44,7 +44,8 @@ class BlastCallback(TrainerCallback):
         initial_sparsity: where it starts (default 0.0).
         score: of a block: "fro" (default), its norm; "l1"; "act", its norm weighted by the mean square of its inputs.
         grow: "none" (default): prune only; growth showed no steady gain in our measurements (docs/sparsity.md).
-            "budget": a share of the live blocks are chosen by their gradient; "union": the best by weight and the best by gradient.
+            "budget": a share of the live blocks are chosen by their gradient; "union": the best by weight and the
+            best by gradient.
         grow_fraction: the share of "budget" at the start, falling to 0 with a cosine (default 0.3).
         reset_optimizer_state: zero the moments of blocks that were pruned or grown (default True).
         compute: "auto" (default) trains on live blocks alone once that is faster, "dense" never, "sparse" always.
