@@ -98,7 +98,8 @@ class BlastQuantizer(LowBitQuantizer):
         asked = getattr(self.quantization_config, "requested", {}).get("sparse")
         for name, module in list(sparse_modules(model)):
             if isinstance(module, MaskedModule):
-                settle_mask(module)
+                if self.pre_quantized:
+                    settle_mask(module)
             else:
                 for suffix in SUFFIXES[1:]:
                     if module._parameters.get("weight" + suffix) is not None:
