@@ -12,6 +12,7 @@ MLPs end at exactly the same measured sparsity. They differ in when blocks go an
     union       the same schedule, the best blocks by weight and the best by gradient
     one-shot    dense for half of the steps, then pruned to the target at once by norm, then trained on
     static      a random mask from the first step on
+    codes       as gradual, but 8-bit codes are trained directly, in the blocks and beside them
 
 What could help growth: more steps between updates, so that newborn blocks have learned something when they are judged
 (`-slow`: 50 steps), longer training (`-long`: 1,200 steps, 100 between updates), fewer newborn blocks (`grow-less`).
@@ -49,6 +50,7 @@ SEEDS = (0, 1, 2)
 METHODS = {
     "grow": {"grow": "budget", "grow_fraction": 0.3},
     "gradual": {"grow": "none"},
+    "codes": {"grow": "none"},
     "union": {"grow": "union"},
     "grow-less": {"grow": "budget", "grow_fraction": 0.1},
     "grow-slow": {"grow": "budget", "grow_fraction": 0.3, "step_size": 50},
@@ -61,7 +63,7 @@ LONG = 1200
 CELLS = (("dense", 0.0), ("grow", 0.9), ("gradual", 0.9), ("static", 0.9), ("one-shot", 0.9),
          ("grow", 0.7), ("gradual", 0.7), ("static", 0.7), ("one-shot", 0.7))  # fmt: skip
 GROWTH = (("gradual", 0.95), ("grow", 0.95), ("gradual", 0.8), ("grow", 0.8))
-LATER = (("gradual-slow", 0.9), ("grow-slow", 0.9), ("static", 0.95), ("one-shot", 0.95), ("static", 0.8),
+LATER = (("codes", 0.9), ("gradual-slow", 0.9), ("grow-slow", 0.9), ("static", 0.95), ("one-shot", 0.95), ("static", 0.8),
          ("one-shot", 0.8))  # fmt: skip
 LAST = (("dense-long", 0.0), ("gradual-long", 0.9), ("grow-long", 0.9), ("grow-less", 0.9), ("union", 0.9))
 TEST = ("persuasion", 128)
@@ -127,8 +129,9 @@ def train(run: Run, data, steps: int | None = None):
                          pad_token_id=None, bos_token_id=None, eos_token_id=None)  # fmt: skip
     model, callbacks = LlamaForCausalLM(config), []
     if not run.method.startswith("dense"):
-        model = lb.quantize(model, lb.BlastConfig(sparsity=run.sparsity, block_size=BLOCK))
-        callbacks = [callback(run.method)]
+        direct = {"bits": 8, "rest": lb.DQTConfig(8)} if run.method == "codes" else {}
+        model = lb.quantize(model, lb.BlastConfig(sparsity=run.sparsity, block_size=BLOCK, **direct))
+        callbacks = [callback(run.method), *([lb.DQTCallback()] if direct else [])]
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=RATE,

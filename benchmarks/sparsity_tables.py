@@ -9,6 +9,7 @@ from benchmarks.render import table
 WORDS = {
     "dense": "dense",
     "gradual": "gradual pruning, no growth (the default)",
+    "codes": "gradual pruning, 8-bit codes trained directly",
     "grow": "prune and grow, budget",
     "union": "prune and grow, union",
     "one-shot": "one-shot at half, then trained on",

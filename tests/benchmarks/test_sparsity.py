@@ -17,7 +17,7 @@ def data():
     return bench.train_text()
 
 
-@pytest.mark.parametrize("method", ["static", "one-shot", "grow", "gradual", "union"])
+@pytest.mark.parametrize("method", ["static", "one-shot", "grow", "gradual", "union", "codes"])
 def test_every_way_ends_at_the_target_exactly(method, data, monkeypatch):
     monkeypatch.setattr(bench, "STEPS", 8)
     monkeypatch.setattr(bench, "STEP_SIZE", 2)
