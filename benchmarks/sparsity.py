@@ -63,8 +63,8 @@ LONG = 1200
 CELLS = (("dense", 0.0), ("grow", 0.9), ("gradual", 0.9), ("static", 0.9), ("one-shot", 0.9),
          ("grow", 0.7), ("gradual", 0.7), ("static", 0.7), ("one-shot", 0.7))  # fmt: skip
 GROWTH = (("gradual", 0.95), ("grow", 0.95), ("gradual", 0.8), ("grow", 0.8))
-LATER = (("codes", 0.9), ("gradual-slow", 0.9), ("grow-slow", 0.9), ("static", 0.95), ("one-shot", 0.95), ("static", 0.8),
-         ("one-shot", 0.8))  # fmt: skip
+LATER = (("codes", 0.9), ("gradual-slow", 0.9), ("grow-slow", 0.9), ("static", 0.95), ("one-shot", 0.95),
+         ("static", 0.8), ("one-shot", 0.8))  # fmt: skip
 LAST = (("dense-long", 0.0), ("gradual-long", 0.9), ("grow-long", 0.9), ("grow-less", 0.9), ("union", 0.9))
 TEST = ("persuasion", 128)
 
