@@ -24,6 +24,7 @@ NAMES = (
     "update",
     "ternary_gap",
     "sparsity",
+    "finetune_sparse",
     "time_to_quality",
     "large_batch",
     "scaling",

@@ -20,7 +20,7 @@ from ..configs.blast import kept_blocks
 from ..functional.block_masks import block_scores, block_view, prune_and_grow
 from ..nn.masked import MaskedModule
 from ..nn.masked_codes import MaskedCodes
-from ..nn.sparsify import clear_module, masked_modules
+from ..nn.sparsify import clear_module, mask_groups, masked_modules
 from .schedule import Schedule
 
 
@@ -29,7 +29,7 @@ class BlockPruner:
 
     Args:
         score: "fro", "l1" or "act" (functional/block_masks.py).
-        grow: "budget", "union" or "none".
+        grow: "none", "budget" or "union".
         reset_optimizer_state: zero the moments of blocks that were pruned or grown.
         compute: "auto" runs the product and gradients on live blocks where that was measured to be no slower
             (functional/block_crossover.py), "dense" never, "sparse" always.
@@ -40,7 +40,7 @@ class BlockPruner:
         model: nn.Module,
         schedule: Schedule,
         score: str = "fro",
-        grow: str = "budget",
+        grow: str = "none",
         reset_optimizer_state: bool = True,
         compute: str = "auto",
     ):
@@ -77,9 +77,9 @@ class BlockPruner:
         update = self.schedule.updates(step)
         if update:
             self.pruned = self.grown = 0
+        for group in mask_groups(self.modules) if update else ():
+            self._update(group, step, optimizer)
         for module in self.modules.values():
-            if update:
-                self._update(module, step, optimizer)
             clear_module(module)
             module.wants_dense_gradient = module.collects_inputs = False
             module.dense_gradient = module.input_squares = None
@@ -111,22 +111,26 @@ class BlockPruner:
                 )
             module.mask = mask.to(device=module._parameters["weight"].device, dtype=torch.bool)
 
-    def _update(self, module: MaskedModule, step: int, optimizer: torch.optim.Optimizer | None) -> None:
-        layout = module.layout
+    def _update(self, group: list[MaskedModule], step: int, optimizer: torch.optim.Optimizer | None) -> None:
+        """A new mask for the layers of `group`, by the sum of their scores."""
+        module, layout = group[0], group[0].layout
         sparsity = self.schedule.sparsity(step, module.target)
         blocks = layout.grid[1] if layout.balance == "row" else layout.blocks
-        weight = module.oriented().detach()
-        scores = block_scores(weight, layout.block, self.score, self._mean_square(module))
         mask = prune_and_grow(
-            scores, self._gradient_scores(module), kept_blocks(sparsity, blocks),
+            sum(self._scores(m) for m in group), self._gradient_scores(group), kept_blocks(sparsity, blocks),
             "none" if step >= self.schedule.freeze else self.grow, self.schedule.grown(step), layout.balance,
         )  # fmt: skip
-        changed = mask ^ module.mask
-        self.grown += int((changed & mask).sum())
-        self.pruned += int((changed & ~mask).sum())
-        module.mask = mask
-        if optimizer is not None and self.reset_optimizer_state:
-            reset_blocks(optimizer, module, changed)
+        for member in group:
+            changed = mask ^ member.mask
+            self.grown += int((changed & mask).sum())
+            self.pruned += int((changed & ~mask).sum())
+            member.mask = mask
+            if optimizer is not None and self.reset_optimizer_state:
+                reset_blocks(optimizer, member, changed)
+
+    def _scores(self, module: MaskedModule) -> Tensor:
+        weight = module.oriented().detach()
+        return block_scores(weight, module.layout.block, self.score, self._mean_square(module))
 
     def _mean_square(self, module: MaskedModule) -> Tensor | None:
         if self.score != "act":
@@ -139,14 +143,12 @@ class BlockPruner:
             sums = _summed(module.input_squares)
         return sums[:-1] / sums[-1].clamp(min=1)
 
-    def _gradient_scores(self, module: MaskedModule) -> Tensor | None:
-        if not module.wants_dense_gradient:
+    def _gradient_scores(self, group: list[MaskedModule]) -> Tensor | None:
+        if not group[0].wants_dense_gradient:
             return None
-        gradient = module.dense_gradient
-        if gradient is None:
-            # every process has to take part in the sum
-            gradient = torch.zeros_like(module.oriented())
-        return block_scores(_summed(gradient), module.layout.block)
+        # every process has to take part in the sums, with or without a gradient of its own
+        gradients = [torch.zeros_like(m.oriented()) if m.dense_gradient is None else m.dense_gradient for m in group]
+        return sum(block_scores(_summed(gradient), group[0].layout.block) for gradient in gradients)
 
 
 def reset_blocks(optimizer: torch.optim.Optimizer, module: MaskedModule, changed: Tensor) -> None:
