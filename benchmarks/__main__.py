@@ -25,8 +25,10 @@ NAMES = (
     "ternary_gap",
     "sparsity",
     "time_to_quality",
+    "throughput",
     "large_batch",
     "scaling",
+    "roofline",
     "gpu",
 )
 
