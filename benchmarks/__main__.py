@@ -27,6 +27,7 @@ NAMES = (
     "time_to_quality",
     "throughput",
     "large_batch",
+    "vision",
     "scaling",
     "roofline",
     "gpu",
