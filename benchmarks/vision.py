@@ -36,7 +36,7 @@ from benchmarks.batch_sweep import (
 from benchmarks.record import Record
 
 
-CLASSES, SMOOTHING, VALIDATION, TARGET = 10, 0.1, 1000, 0.22
+CLASSES, SMOOTHING, VALIDATION, TARGET = 10, 0.1, 1000, 0.3
 VIT = {"image_size": 28, "patch_size": 7, "num_channels": 1, "hidden_size": 64, "num_hidden_layers": 2,
        "num_attention_heads": 4, "intermediate_size": 128}  # fmt: skip
 RESNET = {"num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
