@@ -31,6 +31,7 @@ NAMES = (
     "vision",
     "scaling",
     "roofline",
+    "layerwise",
     "gpu",
 )
 RENDERERS = ("render", "render_training", "render_sparsity", "render_measurement", "plots")
