@@ -3,10 +3,10 @@
     python -m benchmarks.finetune_direct              # continues where the last run stopped, 20 minutes at most
     python -m benchmarks.finetune_direct --restart
 
-Two tasks. "smollm2": SmolLM2-135M on Emma, loss in nats a token of windows of other novels. "minilm": MiniLM with a new
-classification head; which of four novels a passage is from, train and test parts of each novel apart. Both ways get
-the same batches, schedule, clipping and bfloat16 autocast; the model itself is float32. The low-bit way is DQT with
-8-bit codes and 8-bit states for the converted layers, and both have torch's AdamW for the rest. Each has the same
+Two tasks. "smollm2": SmolLM2-135M on Emma, loss in nats a token of windows of other novels. "minilm": MiniLM with a
+new classification head; which of four novels a passage is from, train and test parts of each novel apart. Both ways
+get the same batches, schedule, clipping and bfloat16 autocast; the model itself is float32. The low-bit way is DQT
+with 8-bit codes and 8-bit states for the converted layers, and both have torch's AdamW for the rest. Each has the same
 three learning rates, of which the best by the validation text (or passages) is shown on text that decides nothing.
 
 Row "start": the figures before the first step; for the low-bit way those of the rounded model.
