@@ -190,6 +190,6 @@ def _check_arguments(batches: list[dict[str, Any]], model: nn.Module) -> None:
         if (unknown and not open_ended) or not inputs:
             names = [name for name in parameters if name not in ("args", "kwargs")][:8]
             raise ValueError(
-                f"`calibration` has dicts of {sorted(batch)}, but {type(model).__name__} takes {names}: pass its inputs "
-                "by these names."
+                f"`calibration` has dicts of {sorted(batch)}, but {type(model).__name__} takes {names}: "
+                "pass its inputs by these names."
             )
