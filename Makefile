@@ -9,11 +9,14 @@
 # make format   let ruff rewrite the code
 #
 # PYTHON chooses the interpreter for .venv, TORCH the torch build (TORCH='torch==2.13.0 --index-url ...'), PYTEST_FLAGS
-# adds to pytest's command line. A torch that is already there is left alone.
+# adds to pytest's command line. A torch that is already there is left alone. Tests run in up to four processes of one
+# thread each; WORKERS=0 runs them in one process, which a debugger needs.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_FLAGS ?=
+WORKERS ?= auto
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile $(PYTEST_FLAGS)
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PY := $(VENV)/bin/python
@@ -36,10 +39,10 @@ assets: $(STAMP)
 	-@$(PY) scripts/fetch_assets.py
 
 test: assets
-	@$(PY) -m pytest $(PYTEST_FLAGS)
+	@$(PYTEST)
 
 slow: assets
-	@$(PY) -m pytest -m slow $(PYTEST_FLAGS)
+	@$(PYTEST) -m slow
 
 check: $(STAMP)
 	$(PY) -m ruff check

@@ -25,6 +25,7 @@ NAMES = (
     "ternary_gap",
     "sparsity",
     "time_to_quality",
+    "large_batch",
     "scaling",
     "gpu",
 )

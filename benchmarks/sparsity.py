@@ -7,11 +7,14 @@ Every method sees the same batches of a seed, the same optimizer and learning ra
 MLPs end at exactly the same measured sparsity. They differ in when blocks go and in whether others come back:
 
     dense       no block is ever removed
-    grow        `BlastCallback` as it is by default: cubic schedule, a share of the blocks chosen by gradient
-    gradual     the same schedule, without growth
+    gradual     `BlastCallback` with a cubic schedule and no growth
+    grow        the same schedule, a share of the blocks chosen by gradient ("budget")
     union       the same schedule, the best blocks by weight and the best by gradient
     one-shot    dense for half of the steps, then pruned to the target at once by norm, then trained on
     static      a random mask from the first step on
+
+What could help growth: more steps between updates, so that newborn blocks have learned something when they are judged
+(`-slow`: 50 steps), longer training (`-long`: 1,200 steps, 100 between updates), fewer newborn blocks (`grow-less`).
 
 Text: Austen as bytes, as in benchmarks/scratch_models.py; figures are of Persuasion. Writes
 benchmarks/results/sparsity.json; docs/sparsity.md quotes it (benchmarks/render_sparsity.py).
@@ -42,11 +45,24 @@ from hf_lowbit.sparsity.schedule import Schedule
 SIZE = {"hidden_size": 160, "intermediate_size": 480, "num_hidden_layers": 4, "num_attention_heads": 5}
 BLOCK, STEPS, STEP_SIZE, RATE = 8, 400, 20, 3e-3
 SEEDS = (0, 1, 2)
+# options of the callback; what `-slow` and `-long` change is the number of steps between updates and in all
+METHODS = {
+    "grow": {"grow": "budget", "grow_fraction": 0.3},
+    "gradual": {"grow": "none"},
+    "union": {"grow": "union"},
+    "grow-less": {"grow": "budget", "grow_fraction": 0.1},
+    "grow-slow": {"grow": "budget", "grow_fraction": 0.3, "step_size": 50},
+    "gradual-slow": {"grow": "none", "step_size": 50},
+    "grow-long": {"grow": "budget", "grow_fraction": 0.3, "step_size": 100},
+    "gradual-long": {"grow": "none", "step_size": 100},
+}
+LONG = 1200
 # the grid in the order in which it is measured, a seed after the other
 CELLS = (("dense", 0.0), ("grow", 0.9), ("gradual", 0.9), ("static", 0.9), ("one-shot", 0.9),
          ("grow", 0.7), ("gradual", 0.7), ("static", 0.7), ("one-shot", 0.7))  # fmt: skip
-LATER = (("grow", 0.95), ("gradual", 0.95), ("static", 0.95), ("one-shot", 0.95), ("union", 0.9),
-         ("grow", 0.8), ("gradual", 0.8), ("static", 0.8), ("one-shot", 0.8))  # fmt: skip
+LATER = (("gradual", 0.95), ("grow", 0.95), ("gradual", 0.8), ("grow", 0.8), ("gradual-slow", 0.9),
+         ("grow-slow", 0.9), ("static", 0.95), ("one-shot", 0.95), ("static", 0.8), ("one-shot", 0.8))  # fmt: skip
+LAST = (("dense-long", 0.0), ("gradual-long", 0.9), ("grow-long", 0.9), ("grow-less", 0.9), ("union", 0.9))
 TEST = ("persuasion", 128)
 
 
@@ -61,6 +77,10 @@ class Run:
     @property
     def key(self) -> str:
         return f"{self.method}/{self.sparsity:g}/seed{self.seed}"
+
+    @property
+    def steps(self) -> int:
+        return LONG if self.method.endswith("-long") else STEPS
 
 
 class Never(Schedule):
@@ -85,23 +105,27 @@ class StaticMask(lb.BlastCallback):
         self._keep_state()
 
 
+def options(method: str) -> dict:
+    return {"step_size": STEP_SIZE, **METHODS[method]}
+
+
 def callback(method: str) -> lb.BlastCallback:
     if method == "static":
         return StaticMask()
     if method == "one-shot":
         # the only update is the last one
         return lb.BlastCallback(step_size=STEPS, decay=STEPS - STEPS // 2, grow="none")
-    growth = {"grow": "budget", "gradual": "none", "union": "union"}[method]
-    return lb.BlastCallback(step_size=STEP_SIZE, grow=growth)
+    return lb.BlastCallback(**options(method))
 
 
-def train(run: Run, data, steps: int = STEPS):
+def train(run: Run, data, steps: int | None = None):
     """The trained model and the Trainer's logs."""
+    steps = steps or run.steps
     torch.manual_seed(run.seed)
     config = LlamaConfig(**SIZE, vocab_size=256, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
                          pad_token_id=None, bos_token_id=None, eos_token_id=None)  # fmt: skip
     model, callbacks = LlamaForCausalLM(config), []
-    if run.method != "dense":
+    if not run.method.startswith("dense"):
         model = lb.quantize(model, lb.BlastConfig(sparsity=run.sparsity, block_size=BLOCK))
         callbacks = [callback(run.method)]
     with tempfile.TemporaryDirectory() as folder:
@@ -125,29 +149,33 @@ def measured_sparsity(model) -> float:
         if layouts else 0.0  # fmt: skip
 
 
-def measure(run: Run, data, test, steps: int = STEPS) -> dict:
+def measure(run: Run, data, test, steps: int | None = None) -> dict:
     with watch() as spent:
         model, logs = train(run, data, steps)
         figures = {"test": statistics.fmean(loss(model, test)), "sparsity": measured_sparsity(model)}
     figures["train"] = [round(entry["loss"], 4) for entry in logs]
     if "blast/sparsity" in logs[-1]:
         figures["sparsity_while_training"] = [round(entry["blast/sparsity"], 4) for entry in logs]
+    if run.method in METHODS:
+        figures["options"] = options(run.method)
+    figures["steps"] = run.steps
     figures["seconds"] = round(spent.seconds, 1)
     return figures
 
 
 def summary(rows: dict) -> str:
     """Mean loss of each cell that has a run, its distance to dense, and its spread over seeds."""
-    lines = [f"{'method':10}{'sparsity':>9}{'seeds':>7}{'nats/byte':>11}{'to dense':>10}{'spread':>8}"]
-    for method, sparsity in (*CELLS, *LATER):
+    lines = [f"{'method':14}{'sparsity':>9}{'seeds':>7}{'nats/byte':>11}{'to dense':>10}{'spread':>8}"]
+    for method, sparsity in (*CELLS, *LATER, *LAST):
         seeds = [seed for seed in SEEDS if Run(method, sparsity, seed).key in rows]
         if not seeds:
             continue
         tests = [rows[Run(method, sparsity, seed).key]["test"] for seed in seeds]
-        gaps = [test - rows[Run("dense", 0.0, seed).key]["test"] for test, seed in zip(tests, seeds, strict=True)
-                if Run("dense", 0.0, seed).key in rows]  # fmt: skip
+        dense = "dense-long" if method.endswith("-long") else "dense"
+        gaps = [test - rows[Run(dense, 0.0, seed).key]["test"] for test, seed in zip(tests, seeds, strict=True)
+                if Run(dense, 0.0, seed).key in rows]  # fmt: skip
         gap = f"{statistics.fmean(gaps):+.3f}" if gaps else ""
-        lines.append(f"{method:10}{sparsity:>9.0%}{len(seeds):>7}{statistics.fmean(tests):>11.3f}{gap:>10}"
+        lines.append(f"{method:14}{sparsity:>9.0%}{len(seeds):>7}{statistics.fmean(tests):>11.3f}{gap:>10}"
                      f"{max(tests) - min(tests):>8.3f}")  # fmt: skip
     return "\n".join(lines)
 
@@ -162,9 +190,9 @@ def main(arguments) -> None:
         "targets": "mlp, row-balanced", "dtype": "float32", "seeds": SEEDS,
     }  # fmt: skip
     record = Record("sparsity", protocol, arguments.restart, timed=False)
-    runs = [Run(*cell, seed) for cells in (CELLS, LATER) for seed in SEEDS for cell in cells]
+    runs = [Run(*cell, seed) for cells in (CELLS, (*LATER, *LAST)) for seed in SEEDS for cell in cells]
     left = sum(run.key not in record.rows for run in runs)
-    print(f"{len(runs)} runs, of which {len(runs) - left} are done; a run takes one to two minutes on one core.")
+    print(f"{len(runs)} runs, {len(runs) - left} done; a run takes one to two minutes, long ones three times that.")
     deadline = time.monotonic() + 60 * arguments.minutes
     data, test = train_text(), held_out(*TEST)
     for run in tqdm(runs):

@@ -8,8 +8,11 @@ most TARGET. Each run is a process of its own, so that its peak memory is its ow
 `MLPerfCallback`. The reference, float32, has twice the runs of a method; `benchmarks/convergence.py` says whether a
 method arrived sooner than luck allows. Learning rates are those that `benchmarks/direct_training.py` chose.
 
-Samples to the target do not depend on how busy the machine is; seconds do, and are kept only from runs during which it
-was quiet.
+Samples to the target do not depend on how busy the machine is; seconds do. A row's `seconds` are null when others used
+the processor meanwhile (`quiet`: false), or when it is another one than the file's; `--again` measures those anew.
+
+BLaST reaches its sparsity long before the target, so that the target is reached sparse (`sparsity`, when the run
+ended). BLaST with direct updates of the live blocks is not here: `lb.BlastCallback` rounds them at the end only.
 
 Writes benchmarks/results/time_to_quality.json, and the logs, which the official checker reads, to a folder (--logs).
 """
@@ -27,7 +30,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.convergence import compare_with_reference, olympic
-from benchmarks.record import ROOT, Record, is_quiet, watch
+from benchmarks.record import ROOT, Record, is_quiet, machine, watch
 from benchmarks.scratch_models import BATCH, CONTEXT, METHODS, SIZES, Windows, as_bytes, build, train_text
 
 
@@ -39,9 +42,12 @@ WAYS = {
     "dqt-8": ("dqt-8", 3e-3, False),
     "dqt-8-ternary-forward": ("dqt-8-ternary-forward", 1e-2, False),
     "dqt-ternary": ("dqt-ternary", 1e-2, False),
+    "blast": ("blast", 3e-3, False),
 }
+# three of four blocks of 8 x 8 are gone at step 60, and masks stay what they are from then on
+BLAST, PRUNING = {"sparsity": 0.75, "block_size": 8}, {"step_size": 10, "total_steps": 80}
 REFERENCE, RUNS = "fp32", 4
-SIZE, STEPS, EVERY = "0.3M", 400, 20
+SIZE, STEPS, EVERY = "0.3M", 400, 10
 VALIDATION, TARGET = ("northangerabbey", 32), 2.3
 BENCHMARK = "hf_lowbit_austen_bytes"
 
@@ -49,6 +55,15 @@ BENCHMARK = "hf_lowbit_austen_bytes"
 def seeds(method: str) -> list[int]:
     """Seeds of a method's runs; the reference has twice as many."""
     return list(range(2 * RUNS if method == REFERENCE else RUNS))
+
+
+def make(held: str, seed: int):
+    """(model, callbacks that train it) of one way to hold weights."""
+    import hf_lowbit as lb
+
+    if held == "blast":
+        return lb.quantize(build(SIZE, "fp32", seed), lb.BlastConfig(**BLAST)), [lb.BlastCallback(**PRUNING)]
+    return build(SIZE, held, seed), [] if METHODS[held][0] is None else [lb.DQTCallback()]
 
 
 def train(method: str, seed: int, log: Path, steps: int = STEPS, every: int = EVERY, target: float = TARGET) -> dict:
@@ -61,8 +76,7 @@ def train(method: str, seed: int, log: Path, steps: int = STEPS, every: int = EV
 
     held, rate, bf16 = WAYS[method]
     callback = lb.MLPerfCallback(log, BENCHMARK, target, config_filename="benchmarks/time_to_quality.py")
-    model = build(SIZE, held, seed)
-    direct = [] if METHODS[held][0] is None else [lb.DQTCallback()]
+    model, callbacks = make(held, seed)
     evaluation = Windows(as_bytes([VALIDATION[0]]), VALIDATION[1], 0)
     evaluation.starts = [index * CONTEXT for index in range(VALIDATION[1])]
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +89,7 @@ def train(method: str, seed: int, log: Path, steps: int = STEPS, every: int = EV
         )  # fmt: skip
         data = Windows(train_text(), steps * BATCH, seed)
         trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=evaluation,
-                          callbacks=[*direct, callback])  # fmt: skip
+                          callbacks=[*callbacks, callback])  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     result = read_result(log)
@@ -84,6 +98,7 @@ def train(method: str, seed: int, log: Path, steps: int = STEPS, every: int = EV
         "samples": result.samples if result.reached else None, "seconds": result.seconds if result.reached else None,
         "quality": [[count, round(value, 4)] for count, value in result.quality], "model_bytes": weights,
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "sparsity": round(callbacks[0].sparsity, 4) if held == "blast" else 0.0,
     }  # fmt: skip
 
 
@@ -98,7 +113,8 @@ def measure(method: str, seed: int, logs: Path) -> dict:
         raise SystemExit(f"{method}, seed {seed}:\n{done.stderr}")
     figures = json.loads(done.stdout.splitlines()[-1])
     figures["others"] = None if spent.others is None else round(spent.others, 2)
-    if not is_quiet(spent.others):
+    figures["quiet"] = is_quiet(spent.others)
+    if not figures["quiet"]:
         figures["seconds"] = None
     return figures
 
@@ -140,26 +156,32 @@ def judge(reference: list[float], counts: list[float]) -> str:
 def main(arguments) -> None:
     protocol = {
         "size": SIZES[SIZE], "steps": STEPS, "every": EVERY, "target": TARGET, "validation": VALIDATION,
-        "ways": WAYS, "runs": RUNS, "reference": REFERENCE, "context": CONTEXT, "batch": BATCH,
+        "ways": WAYS, "blast": [BLAST, PRUNING], "runs": RUNS, "reference": REFERENCE, "context": CONTEXT,
+        "batch": BATCH,
         "train": "emma, sensesensibility, as bytes", "schedule": "cosine, a tenth warmup, clipping 1",
     }  # fmt: skip
-    record = Record("time_to_quality", protocol, arguments.restart)
+    # samples are the figure; another machine may continue it, without seconds
+    record = Record("time_to_quality", protocol, arguments.restart, timed=False)
+    same = machine()["cpu"] == record.content["machine"]["cpu"]
     jobs = [(method, seed) for seed in range(2 * RUNS) for method in WAYS if seed in seeds(method)]
     print(f"{len(jobs)} runs, of which {len(record.rows)} are done; half a minute to a minute each on one core.")
     deadline = time.monotonic() + 60 * arguments.minutes
     for method, seed in tqdm(jobs):
-        if f"{method}/seed{seed}" in record.rows:
+        row = record.rows.get(f"{method}/seed{seed}")
+        if row and not (arguments.again and same and not row["quiet"]):
             continue
         if time.monotonic() > deadline:
             print("time is up; run this again to continue.")
             break
-        record.add(f"{method}/seed{seed}", measure(method, seed, arguments.logs))
+        figures = measure(method, seed, arguments.logs)
+        record.add(f"{method}/seed{seed}", figures if same else {**figures, "seconds": None})
     print(summary(record.rows))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--restart", action="store_true")
+    parser.add_argument("--again", action="store_true", help="measure again what was measured on a busy machine")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "hf_lowbit_time_to_quality")
     parser.add_argument("--one", nargs=3, metavar=("METHOD", "SEED", "LOG"), help="one run, in this process")

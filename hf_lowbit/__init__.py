@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .configs import BlastConfig, DQTConfig, LowBitConfig, Scheme
     from .exports import export
     from .hub import push_to_hub
+    from .imports import import_checkpoint
     from .nn.codes import codes
     from .pipeline import compress
     from .quantizers.freeze import freeze
@@ -46,6 +47,7 @@ __all__ = [
     "compress",
     "export",
     "freeze",
+    "import_checkpoint",
     "inspect",
     "merge_as",
     "prepare_model_for_lowbit_training",
@@ -70,6 +72,7 @@ _HOMES = {
     "compress": "pipeline",
     "export": "exports",
     "freeze": "quantizers.freeze",
+    "import_checkpoint": "imports",
     "inspect": "compression.inspect",
     "merge_as": "quantizers.merging",
     "prepare_model_for_lowbit_training": "quantizers.prepare",

@@ -6,6 +6,8 @@
 # The environment it makes in .venv-compat holds only transformers and what that version wants differently; torch and
 # everything else are read from the environment of the given python, where hf_lowbit must be installed (`make setup`).
 set -euo pipefail
+# several processes share the cores
+export OMP_NUM_THREADS=1
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${1:-python}
@@ -33,4 +35,4 @@ if transformers.__version__ != wanted:
     sys.exit(f"expected transformers {wanted}, got {transformers.__version__} from {transformers.__file__}")
 print(f"hf_lowbit {hf_lowbit.__version__} on transformers {transformers.__version__}")
 PY
-exec "$venv/bin/python" -m pytest -q tests/quantizers tests/nn
+exec "$venv/bin/python" -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests/quantizers tests/nn

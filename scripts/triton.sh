@@ -6,6 +6,8 @@
 # Where the given python has no triton, .venv-triton gets it and nothing else (about 300 MB to fetch, 1 GB on disk);
 # torch and everything else are read from the environment of that python, where hf_lowbit must be installed.
 set -euo pipefail
+# several processes share the cores
+export OMP_NUM_THREADS=1
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${1:-python}
@@ -22,5 +24,5 @@ if ! "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('triton
     python=$venv/bin/python
 fi
 
-TRITON_INTERPRET=1 "$python" -m pytest -q tests/kernels/triton "$@"
-exec "$python" -m pytest -q tests/kernels/triton "$@"
+TRITON_INTERPRET=1 "$python" -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests/kernels/triton "$@"
+exec "$python" -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests/kernels/triton "$@"

@@ -45,6 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", required=True, help="compressed-tensors, gguf, gemma or bitnet")
     export.add_argument("--activations", choices=["float"], help="leave int8 activations out where there are none")
     export.set_defaults(run=_export)
+    bring = commands.add_parser("import", help="convert a GPTQ or compressed-tensors checkpoint to a low-bit one")
+    bring.add_argument("checkpoint", help="the folder or Hub id of the checkpoint")
+    bring.add_argument("output_dir")
+    bring.set_defaults(run=_import)
     card = commands.add_parser("card", help="print the model card of a low-bit checkpoint")
     card.add_argument("folder")
     card.add_argument("--base-model", help="Hub id of the dense model it was made from")
@@ -67,13 +71,15 @@ def _inspect(options) -> None:
 
 
 def _compress(options) -> None:
+    from ..hub.card import write_card_beside
     from ..pipeline import compress
 
     wishes = {name: getattr(options, name) for name in ("budget", "bits", "calibration", "evaluation", "low_memory")}
     stages = tuple(options.stages.split(","))
     print(compress(options.model, options.output_dir, **wishes, stages=stages, seed=options.seed,
                    resume=not options.no_resume))  # fmt: skip
-    print(f"the checkpoint is in {options.output_dir}")
+    write_card_beside(options.output_dir, options.output_dir, base_model=options.model)
+    print(f"the checkpoint and its card are in {options.output_dir}")
 
 
 def _bits(text: str) -> str | int | float:
@@ -86,6 +92,12 @@ def _export(options) -> None:
     from ..exports import export
 
     print(export(options.model, options.output_dir, options.format, activations=options.activations))
+
+
+def _import(options) -> None:
+    from ..imports import import_checkpoint
+
+    print(import_checkpoint(options.checkpoint, options.output_dir))
 
 
 def _card(options) -> None:

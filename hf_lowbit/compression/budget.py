@@ -1,38 +1,14 @@
-"""Budgets: what a user says about size, in bytes.
-
-"60MB", "2GiB", 60_000_000      bytes of all parameters, scales included
-"40%"                           of the dense model's bytes
-None                            free memory of this machine, less what inference needs beside the weights
-"""
+"""The memory of this machine as a budget: what is free, less what inference needs beside the weights."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 # tokens whose keys and values must fit beside the weights, where nothing else is said
 CONTEXT = 4096
-
-
-def parse_budget(budget: str | int, dense_bytes: int) -> int:
-    """Bytes of `budget`. Raises TypeError and ValueError when it is none."""
-    if isinstance(budget, bool) or not isinstance(budget, (int, str)):
-        raise TypeError(f'`budget`={budget!r} must be bytes, or a text such as "60MB", "2GiB" or "40%".')
-    if isinstance(budget, int):
-        size = budget
-    else:
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[kmg]i?b|b|)\s*", budget.lower())
-        if found is None:
-            raise ValueError(f'`budget`={budget!r} is no size; write bytes, "60MB", "2GiB" or "40%".')
-        number, unit = float(found[1]), found[2]
-        size = int(number / 100 * dense_bytes) if unit == "%" else int(number * UNITS[unit])
-    if size <= 0:
-        raise ValueError(f"`budget`={budget!r} is {size} bytes; it must be positive.")
-    return size
 
 
 def cache_bytes(config: Any, context: int = CONTEXT) -> int:

@@ -69,3 +69,21 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def outcome(output) -> tuple[bool, list[Tensor]]:
+    """What a model says, and whether it is logits: these, else the last hidden state, else its embeddings (CLIP).
+
+    Raises ValueError naming the output's class where it holds none of them.
+    """
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return True, [logits]
+    hidden = getattr(output, "last_hidden_state", None)
+    if isinstance(hidden, Tensor):
+        return False, [hidden]
+    items = output.items() if hasattr(output, "items") else ()
+    found = [v for k, v in items if k.endswith("embeds") and isinstance(v, Tensor)]
+    if not found:
+        raise ValueError(f"{type(output).__name__} holds neither logits, nor a last hidden state, nor embeddings.")
+    return False, found

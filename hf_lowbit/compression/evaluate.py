@@ -31,6 +31,8 @@ from .calls import Batch, forward, undisturbed
 
 
 IGNORED = -100
+# of the tokens of masked models, as BERT was trained
+SHARE = 0.15
 # rows of logits at a time: a float32 copy of all logits of a large vocabulary would be the largest tensor of the run
 ROWS = 256
 
@@ -89,7 +91,7 @@ def strided_windows(tokens: Tensor, length: int, stride: int | None = None) -> l
     return batches
 
 
-def mask_tokens(batches: Iterable[Batch], mask_token_id: int, share: float = 0.15, seed: int = 0) -> list[Batch]:
+def mask_tokens(batches: Iterable[Batch], mask_token_id: int, share: float = SHARE, seed: int = 0) -> list[Batch]:
     """The batches with a `share` of each row's tokens replaced by the mask token, and labels for those alone.
 
     Padding is never masked; what is drawn depends on `seed` alone. Raises ValueError when nothing was drawn.
@@ -131,6 +133,15 @@ def labelled(batches: Iterable[Batch], model: nn.Module, tokenizer, length: int,
         else:
             raise ValueError(f"{type(model).__name__} can't be scored on plain tokens: pass rows with `labels`.")
     return found
+
+
+def scoring(batches: list[Batch], model: nn.Module, length: int) -> str:
+    """How `labelled` and `evaluate` score rows of data, in words."""
+    if "labels" in batches[0]:
+        return "the labels of the rows"
+    if type(model).__name__ in _causal_classes(model):
+        return f"windows of {length} tokens that do not overlap, all tokens of a window but its first"
+    return f"{SHARE:.0%} of the tokens masked, these alone (pseudo-perplexity)"
 
 
 @torch.no_grad()

@@ -133,9 +133,13 @@ def on_meta(model_or_id) -> tuple[nn.Module, str]:
     if looks_local and not os.path.isdir(model_or_id):
         raise FileNotFoundError(f"`{model_or_id}` is no folder; pass a checkpoint's folder, a Hub id or a model.")
     cls, config = class_of(model_or_id)
+    return meta_model(cls, config), str(model_or_id)
+
+
+def meta_model(cls: type, config: PretrainedConfig) -> nn.Module:
+    """A model of class `cls` without weights."""
     with torch.device("meta"):
-        model = cls._from_config(config) if issubclass_pretrained(cls) else cls.from_config(config)
-    return model, str(model_or_id)
+        return cls._from_config(config) if issubclass_pretrained(cls) else cls.from_config(config)
 
 
 def class_of(name: str | os.PathLike) -> tuple[type, PretrainedConfig]:
@@ -156,8 +160,13 @@ def class_of(name: str | os.PathLike) -> tuple[type, PretrainedConfig]:
         raise ValueError(
             f"`{name}` is already quantized; load it with from_pretrained and print hf_lowbit.report(model)."
         )
+    return named_class(config), config
+
+
+def named_class(config: PretrainedConfig) -> type:
+    """The model class that a config names, `AutoModel` where it names none that transformers has."""
     known = [n for n in (getattr(config, "architectures", None) or []) if hasattr(transformers, n)]
-    return (getattr(transformers, known[0]) if known else transformers.AutoModel), config
+    return getattr(transformers, known[0]) if known else transformers.AutoModel
 
 
 def issubclass_pretrained(cls) -> bool:

@@ -1,10 +1,10 @@
 """The layer stage: every weight rounded on its grid, each with statistics of the model quantized so far.
 
 Block by block: inputs Xq of each layer are taken in the model as it is quantized so far, GPTQ chooses the codes, and
-the packed block makes the inputs of the next one. With `strength` above 0, dense inputs X are taken beside them (a
-second stream through the recorded chain), and the weight is first moved toward the dense outputs. Layers outside of
-the blocks come last, with one forward of the whole model. Tables, fused experts and layers that no token reached are
-rounded without data, and listed.
+the packed block makes the inputs of the next one. With a `propagation`, dense inputs X are taken beside them (a second
+stream through the recorded chain), and the weight is first moved toward the dense outputs (`propagation.py`). Layers
+outside of the blocks come last, with one forward of the whole model. Tables, fused experts and layers that no token
+reached are rounded without data, and listed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from ..nn.swap import convert
 from ..nn.targets import Target
 from .calls import forward, undisturbed
 from .chains import Chain, Recording, find_chains, record
+from .propagation import Propagation, correct
 from .solvers.gptq import Solution, solve
-from .statistics import Accumulator, correct, watch_inputs
+from .statistics import Accumulator, watch_inputs
 
 
-# share of the correction toward the dense model that is applied. Inputs come from the quantized prefix either way. At
-# full strength the correction fits a few thousand tokens so closely that SmolLM2 at 4 bits breaks: off by default
-STRENGTH = 0.0
 SOLVED_KINDS = ("linear", "conv1d")
 WITHOUT_DATA = {
     "embedding": "a table is rounded without data",
@@ -54,14 +52,14 @@ def quantize_layers(
     model: nn.Module,
     targets: list[Target],
     batches: list[dict],
-    strength: float = STRENGTH,
+    propagation: Propagation | None = None,
     passes: int = 1,
     done: Callable[[str], None] = lambda name: None,
 ) -> list[ModuleRecord]:
     """Convert `targets` in place by GPTQ with error propagation. Training mode and hooks are as before.
 
     Args:
-        batches: see `calibrate.make_batches`. strength: share of the correction toward the dense model, 0 for none.
+        batches: see `calibrate.make_batches`. propagation: the correction toward the dense model; None for none.
         passes: how often the inputs inside a block are taken anew while it is quantized: 1 takes them once.
 
     Raises:
@@ -69,12 +67,12 @@ def quantize_layers(
     """
     targets = [target for target in targets if target.packed is not None]
     with undisturbed(model), torch.no_grad():
-        return _Stage(model, targets, batches, strength, passes, done).run()
+        return _Stage(model, targets, batches, propagation, passes, done).run()
 
 
 class _Stage:
-    def __init__(self, model, targets, batches, strength, passes, done):
-        self.model, self.batches, self.strength, self.passes, self.done = model, batches, strength, passes, done
+    def __init__(self, model, targets, batches, propagation, passes, done):
+        self.model, self.batches, self.propagation, self.passes, self.done = model, batches, propagation, passes, done
         self.waiting = {t.name: t for t in targets}
         self.records: list[ModuleRecord] = []
 
@@ -99,7 +97,7 @@ class _Stage:
         x, xq = [r.hidden for r in dense], [r.hidden for r in quantized]
         for index, (name, block) in enumerate(logging.tqdm(chain.blocks, desc=f"Quantizing {chain.name}")):
             inside = [t for n, t in self.waiting.items() if n.startswith(f"{name}.")]
-            original = copy.deepcopy(block) if inside and self.strength else block
+            original = copy.deepcopy(block) if inside and self.propagation else block
             solved = {t.module_name: t for t in inside if t.kind in SOLVED_KINDS}
             while solved:
                 sums = Accumulator()
@@ -107,7 +105,7 @@ class _Stage:
                 there = {n: original.get_submodule(n[len(name) + 1 :]) for n in solved}
                 for b, batch in enumerate(self.batches):
                     dense_seen = None
-                    if self.strength:
+                    if self.propagation:
                         with watch_inputs(there) as dense_seen:
                             dense[b].enter(index, original, x[b])
                     with watch_inputs(here) as seen:
@@ -121,7 +119,7 @@ class _Stage:
                     self._solve(members, found)
             self._round([t for t in inside if t.name in self.waiting], "no token of the calibration data reached it")
             for b in range(len(self.batches)):
-                if self.strength:
+                if self.propagation:
                     x[b] = dense[b].enter(index, original, x[b])
                 xq[b] = quantized[b].enter(index, block, xq[b])
             self.done(name)
@@ -139,7 +137,9 @@ class _Stage:
         self._round(list(self.waiting.values()), "no token of the calibration data reached it")
 
     def _solve(self, members: list[Target], found) -> None:
-        weights = [correct(_oriented(t), found, self.strength) for t in members]
+        weights = [_oriented(t) for t in members]
+        if self.propagation:
+            weights = [correct(w, found, self.propagation)[0] for w in weights]
         solutions = solve(weights, found.hessian, [t.packed.scheme for t in members])
         stored = {t.name: store(s, t.packed) for t, s in zip(members, solutions, strict=True)}
         convert(members, lambda target, weight: stored[target.name], quiet=True)

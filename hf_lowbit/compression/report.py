@@ -16,6 +16,7 @@ from ..functional.block_dispatch import explain_blocks
 from ..functional.dispatch import Problem, choose
 from ..nn.block_sparse import SUFFIXES, BlockModule
 from ..nn.masked import MaskedModule
+from ..nn.masked_codes import MaskedCodes
 from ..nn.names import first_match
 from ..nn.packed import LowBitModule, PackedWeight
 from ..nn.rules import default_reasons, find_reason, hard_reasons, tied_groups
@@ -150,7 +151,7 @@ def _lowbit_row(
 
 
 def _sparse_row(full: str, module: BlockModule | MaskedModule, dtype: torch.dtype) -> ModuleReport:
-    layout, weight = module.layout, module._parameters["weight"]
+    layout = module.layout
     parameters = layout.shape[0] * layout.shape[1]
     rows, columns = layout.block
     sparsity = module.measured_sparsity
@@ -159,12 +160,12 @@ def _sparse_row(full: str, module: BlockModule | MaskedModule, dtype: torch.dtyp
         size, (kernel, why), bits = module.stored_bytes(), explain_blocks(module.problem(1, dtype))[-1], layout.bits
         reason += f"; {why}"
         if bits is not None:
-            reason += (
-                f"; the live ones {bits if bits == 'ternary' else f'{bits}-bit'}, multiplied out for each product"
-            )
+            reason += f"; the live ones {bits if bits == 'ternary' else f'{bits}-bit'}"
     else:
-        size, kernel = weight.numel() * weight.element_size(), "dense"
-        reason += f", being pruned to {module.target:.1%}; stored dense until `BlastCallback` packs it"
+        size, kernel = module.stored_bytes(), "dense"
+        codes = isinstance(module, MaskedCodes)
+        bits, how = (layout.bits, "trained as dense codes") if codes else (None, "stored dense")
+        reason += f", being pruned to {module.target:.1%}; {how} until `BlastCallback` packs it"
     return ModuleReport(full, type(module).__name__, layout.shape, None, parameters, size,
                         8 * size / max(parameters, 1), kernel, reason, sparsity, layout.block, bits)  # fmt: skip
 

@@ -6,8 +6,9 @@ With data: the second-order estimate of the loss that rounding adds, in nats a t
 
 where g is the gradient of the log-likelihood of labels drawn from the model's own predictions (the diagonal of the
 Fisher information; Kirkpatrick et al. 2017, eq. 3, use it for the same purpose: what may not move). Models without
-logits use the last hidden state h: gradients of v . h / |h| for random signs v, whose squares estimate the relative
-error of h. Costs of all weights, tables and heads included, are then in one unit and may be added.
+logits use the last hidden state h (or their embeddings): gradients of v . h / |h| for random signs v, whose squares
+estimate the relative error of h. Costs of all weights, tables and heads included, are then in one unit and may be
+added.
 
 Without data: |W' - W|^2 / |W|^2 times the number of weights; a rough measure.
 """
@@ -25,15 +26,18 @@ from ..configs.scheme import Scheme
 from ..nn.packed import PackedWeight, dense_rows, quantize_weight
 from ..nn.targets import Target
 from .allocate import Option
-from .calls import forward, undisturbed
+from .calls import forward, outcome, undisturbed
 
 
 BITS = (2, 3, 4, 8)
 
 
-def candidates(group_size: int | str | None, bits: Iterable[int] = BITS) -> list[Scheme]:
+def candidates(
+    group_size: int | str | None, symmetric: bool | None = None, activations: str | None = None,
+    bits: Iterable[int] = BITS,
+) -> list[Scheme]:  # fmt: skip
     """Schemes that a plan chooses from: one scale a channel suffices at 8 bits."""
-    return [Scheme(width, None if width == 8 else group_size) for width in bits]
+    return [Scheme(width, None if width == 8 else group_size, symmetric, activations) for width in bits]
 
 
 def fisher(model: nn.Module, targets: list[Target], batches: list[dict], seed: int = 0) -> dict[str, Tensor]:
@@ -65,6 +69,12 @@ def fisher(model: nn.Module, targets: list[Target], batches: list[dict], seed: i
             p.requires_grad_(required)
             p.grad = grad
     found = {name: total / max(tokens, 1) for name, total in sums.items()}
+    wide = [name for name, f in found.items() if not bool(torch.isfinite(f).all())]
+    if wide:
+        raise ValueError(
+            f"the gradient of `{wide[0]}` on the calibration data is NaN or infinite in {weights[wide[0]].dtype}: "
+            "load the model in float32 or bfloat16, or plan without data."
+        )
     return _with_unreached(found)
 
 
@@ -79,20 +89,26 @@ def _with_unreached(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _score(output, mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, int]:
     """The scalar whose gradient is squared, and how many tokens it is about."""
-    logits = getattr(output, "logits", None)
-    values = getattr(output, "last_hidden_state", None) if logits is None else logits
-    if values is None:
-        raise ValueError(f"{type(output).__name__} holds neither logits nor a last hidden state; plan without data.")
+    is_logits, found = outcome(output)
+    if not is_logits:
+        # the parts of an output count as one token each: their sum has the gradient of all
+        parts = [_kept_rows(values, mask) for values in found]
+        signs = [torch.randint(0, 2, rows.shape, generator=generator).to(rows.device) * 2 - 1 for rows in parts]
+        scores = [(F.normalize(rows, dim=-1) * s).sum() for rows, s in zip(parts, signs, strict=True)]
+        return torch.stack(scores).sum(), len(parts[0])
+    rows = _kept_rows(found[0], mask)
+    drawn = torch.multinomial(rows.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(rows.device)
+    return F.cross_entropy(rows, drawn, reduction="sum"), len(rows)
+
+
+def _kept_rows(values: Tensor, mask: Tensor | None) -> Tensor:
+    """[..., D] -> float32 [tokens, D] without padding."""
     rows = values.reshape(-1, values.shape[-1]).float()
     if mask is not None and mask.numel() == len(rows):
         rows = rows[mask.reshape(-1).bool().to(rows.device)]
     if not bool(torch.isfinite(rows).all()):
         raise ValueError("the model gives NaN or infinity on the calibration data; look at the data and the weights.")
-    if logits is None:
-        signs = torch.randint(0, 2, rows.shape, generator=generator).to(rows.device) * 2 - 1
-        return (F.normalize(rows, dim=-1) * signs).sum(), len(rows)
-    drawn = torch.multinomial(rows.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(rows.device)
-    return F.cross_entropy(rows, drawn, reduction="sum"), len(rows)
+    return rows
 
 
 @torch.no_grad()

@@ -26,10 +26,11 @@ from .lowbit import LowBitConfig
 
 
 BALANCES = ("row", "none")
-FORMS = ("dense", "blocks")
+FORMS = ("dense", "codes", "blocks")
 # one-shot pruning of more than this ruins a model: 5 % of blocks of 64 x 64 doubles the perplexity of SmolLM2-135M
 ONE_SHOT_LIMIT = 0.02
 BLOCK_BITS = (None, 8, 4, "ternary")
+ACTIVATIONS = ("float", "int8")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,11 @@ class BlockLayout:
     """How the blocks of one weight are stored.
 
     `shape` is the dense shape as the model defines it, `block` rows and columns of a block of the dense [N, K].
-    `form`: "dense" holds the whole weight with zeros in dead blocks (while it is trained), "blocks" the live blocks
-    only. `balance`: "row", `live` blocks in every block row; "none", `live` blocks in all, with row pointers.
-    `bits`: of the live blocks once only they are held; None keeps them float.
+    `form`: "dense" holds the whole weight with zeros in dead blocks (while it is trained), "codes" does so in codes of
+    `bits` (while they are trained), "blocks" holds the live blocks only. `balance`: "row", `live` blocks in
+    every block row; "none", `live` blocks in all, with row pointers. `bits`: of the live blocks once only they are
+    held, or while their codes are trained; None keeps them float. `activations` of a product with such codes: "float",
+    or "int8" for each token.
     """
 
     shape: tuple[int, int]
@@ -49,6 +52,7 @@ class BlockLayout:
     live: int
     transposed: bool = False
     bits: str | int | None = None
+    activations: str = "float"
 
     def __post_init__(self):
         for field in ("shape", "block"):
@@ -63,6 +67,8 @@ class BlockLayout:
             raise ValueError(f"`balance`={self.balance!r} is not known; use one of {list(BALANCES)}.")
         if isinstance(self.bits, bool) or self.bits not in BLOCK_BITS:
             raise ValueError(f"`bits`={self.bits!r} is not known; use one of {list(BLOCK_BITS)}.")
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"`activations`={self.activations!r} is not known; use one of {list(ACTIVATIONS)}.")
         limit = self.grid[1] if self.balance == "row" else self.blocks
         if isinstance(self.live, bool) or not isinstance(self.live, int) or not 0 <= self.live <= limit:
             raise ValueError(f"`live`={self.live!r} must be a number of blocks between 0 and {limit}.")
@@ -118,10 +124,16 @@ class BlastConfig(LowBitConfig):
             Blocks need not divide a weight; those at the edge are then padded with zeros.
         targets: "mlp" (default): the linear layers of decoder and encoder blocks that are not attention; "attention";
             "all": both; or a list of names and "re:patterns".
-        bits: None (default) keeps live blocks float; 8, 4 or "ternary" rounds them to nearest, with a scale for each
-            row of each block, when training has ended (at the end of `BlastCallback`, or by `hf_lowbit.freeze`).
-        rest: a `LowBitConfig` (or a dict of its fields) for the layers that are not sparse, applied at the same
-            moment; None (default) leaves them float.
+        bits: None (default) keeps live blocks float; 8, 4 or "ternary" stores them low-bit, with a scale for each row
+            of each block: rounded to nearest when training has ended (at the end of `BlastCallback`, or by
+            `hf_lowbit.freeze`), or trained as codes from the start where `rest` is a `DQTConfig`.
+        activations: "float", or "int8": each token is rounded to 8 bits for its product with low-bit blocks, which
+            is faster from about eight tokens on; needs `bits`. None (default) is "float".
+        rest: None (default) leaves the layers that are not sparse float. A `LowBitConfig` (or a dict of its fields)
+            rounds them when training has ended. A `DQTConfig` trains their codes directly, and those of the live
+            blocks with them unless `bits` is None: pass `DQTCallback` to the Trainer beside `BlastCallback`. Of its
+            fields the blocks take `group_size` (None: they start with the scale of their row; a number: with one of
+            their own), `scale` and `grad_dtype`.
         modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense.
         balance: "row" (default; ours): the same number of live blocks in every block row; "none": the best blocks
             of the whole weight, as the paper has it.
@@ -138,7 +150,7 @@ class BlastConfig(LowBitConfig):
     """
 
     fields = ("sparsity", "block_size", "targets", "bits", "rest", "modules_to_not_convert", "balance",
-              "dense_layers", "overrides", "one_shot", "dequantize")  # fmt: skip
+              "dense_layers", "overrides", "one_shot", "dequantize", "activations")  # fmt: skip
 
     def __init__(
         self,
@@ -153,6 +165,7 @@ class BlastConfig(LowBitConfig):
         overrides: Mapping[str, Mapping] | None = None,
         one_shot: bool = False,
         dequantize: bool = False,
+        activations: str | None = None,
         **kwargs,
     ):
         # what `to_dict` writes beside the arguments: the bookkeeping of a saved config
@@ -161,14 +174,23 @@ class BlastConfig(LowBitConfig):
         if saved is not None:
             section = read_section(saved)
             sparsity, block_size, targets, balance = (section[f] for f in SPARSE_FIELDS[:4])
-            dense_layers, overrides, bits, rest = (section[f] for f in SPARSE_FIELDS[4:])
+            dense_layers, overrides, bits, rest = (section[f] for f in SPARSE_FIELDS[4:8])
+            # sections written before there was a choice lack it
+            activations = section.get("activations")
             self.layouts = {name: _read_layout(name, layout) for name, layout in section["modules"].items()}
             for field in ("bits", "group_size", "symmetric", "activations", "method", "modules"):
                 kwargs.pop(field, None)
         if isinstance(bits, (bool, float)) or bits not in BLOCK_BITS:
             raise ValueError(f"`bits`={bits!r} is not supported for live blocks; use one of {list(BLOCK_BITS)}.")
+        if activations not in (None, *ACTIVATIONS):
+            raise ValueError(f"`activations`={activations!r} is not supported; use one of {list(ACTIVATIONS)}.")
+        if activations == "int8" and bits is None:
+            raise ValueError(
+                "`activations`='int8' needs low-bit live blocks: set `bits` to 8, 4 or \"ternary\" too. Activations of "
+                "layers that are not sparse are a matter of `rest`."
+            )
         super().__init__(modules_to_not_convert=modules_to_not_convert, dequantize=dequantize, **kwargs)
-        self.bits, self.rest = bits, read_rest(rest)
+        self.bits, self.activations, self.rest = bits, activations, read_rest(rest)
         self.sparsity = check_sparsity(sparsity)
         self.block_size = check_block_size(block_size)
         self.targets = read_targets(targets)
@@ -216,6 +238,11 @@ class BlastConfig(LowBitConfig):
             return None
         asked = requested["sparse"]
         for name, layout in self.layouts.items():
+            if layout.form == "codes":
+                return (
+                    f"the checkpoint is of a training of the codes of `{name}`, which goes on as it was begun. Load "
+                    "it without `quantization_config`, or dense with BlastConfig(dequantize=True)."
+                )
             if layout.bits is not None and layout.form == "blocks":
                 return (
                     f"the checkpoint holds the live blocks of `{name}` in `bits`={layout.bits!r}, and blocks of codes "

@@ -10,7 +10,11 @@ from .lowbit import LowBitConfig
 
 TARGETS = ("mlp", "attention", "all")
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
-SPARSE_FIELDS = ("sparsity", "block_size", "targets", "balance", "dense_layers", "overrides", "bits", "rest")
+SPARSE_FIELDS = (
+    "sparsity", "block_size", "targets", "balance", "dense_layers", "overrides", "bits", "rest", "activations",
+)  # fmt: skip
+# what later versions added
+OPTIONAL_FIELDS = ("activations",)
 
 
 def check_sparsity(value: Any, field: str = "sparsity") -> float:
@@ -42,13 +46,16 @@ def read_rest(rest: Any) -> LowBitConfig | None:
         rest = LowBitConfig.from_dict(dict(rest))
     if not isinstance(rest, LowBitConfig):
         raise TypeError(f"`rest` must be a LowBitConfig or a dict of its fields, got {type(rest).__name__}.")
-    if rest.training is not None:
-        raise NotImplementedError(
-            "`rest`=DQTConfig(...): direct training beside (or of) live blocks is not available. Train with "
-            "`rest`=None or a LowBitConfig, which rounds when training has ended."
-        )
     if rest.sparse is not None or rest.dequantize:
-        raise ValueError("`rest` says how the layers that are not sparse are rounded: a LowBitConfig, and no other.")
+        raise ValueError(
+            "`rest` says how the layers that are not sparse are rounded (a LowBitConfig) or trained (a DQTConfig), "
+            "and nothing else."
+        )
+    if rest.is_planned or rest.method != "rtn":
+        raise ValueError(
+            "`rest` is rounded when training has ended, without data: give it whole `bits` (or `modules`), no "
+            '`budget` and `method`="rtn".'
+        )
     return rest
 
 
@@ -96,7 +103,7 @@ def read_overrides(overrides: Any) -> dict[str, dict]:
 def read_section(section: Any) -> Mapping:
     if not isinstance(section, Mapping) or section.get("method") != "blast":
         raise ValueError(f"`sparse`={section!r} is not known to this hf_lowbit; upgrade hf_lowbit.")
-    missing = sorted({*SPARSE_FIELDS, "modules"} - set(section))
+    missing = sorted({*SPARSE_FIELDS, "modules"} - set(section) - set(OPTIONAL_FIELDS))
     unknown = sorted(set(section) - {"method", "modules", *SPARSE_FIELDS})
     if missing or unknown:
         raise ValueError(f"`sparse` of the saved config lacks {missing} and has unknown {unknown}.")

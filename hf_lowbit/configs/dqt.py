@@ -120,7 +120,8 @@ class DQTConfig(LowBitConfig):
             schemes = dict(self.modules)
         else:
             schemes = {
-                n: Scheme(self.forward_bits, s.group_size, True, s.activations) for n, s in self.modules.items()
+                n: Scheme(self.forward_bits, s.group_size, True, s.activations, s.scales)
+                for n, s in self.modules.items()
             }
         config = LowBitConfig(
             self.forward_bits or self.bits, self.group_size, self.symmetric, self.activations,

@@ -13,13 +13,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .digest import check_digest, modules_digest
 from .scheme import Scheme
+from .size import check_average, check_budget
 
 
 QUANT_METHOD = "hf_lowbit"
 FORMAT_VERSION = 1
 METHODS = ("rtn", "gptq")
-# "dqt": the codes were trained directly, then frozen
-ORIGINS = (None, "dqt")
+# "dqt": the codes were trained directly, then frozen; the others: the checkpoint was imported from that format
+ORIGINS = (None, "dqt", "gptq", "compressed-tensors")
 FIELDS = ("bits", "group_size", "symmetric", "activations", "method", "budget", "calibration", "modules",
           "modules_to_not_convert", "dequantize")  # fmt: skip
 # what decides the stored numbers; a request that differs in one of them conflicts with a checkpoint's own
@@ -30,19 +31,26 @@ class LowBitConfig(QuantizationConfigMixin):
     """Quantization config for `from_pretrained(quantization_config=...)` and `hf_lowbit.quantize`.
 
     Args:
-        bits: "ternary", 2, 3, 4 (default) or 8. A float (an average) is planned by `lb.compress`.
+        bits: "ternary", 2, 3, 4 (default) or 8 for every weight. A float from 2 to 8 is an average over what is
+            converted, scales included: each weight then gets 2, 3, 4 or 8 bits by a plan (docs/compress.md).
         group_size: weights along the input that share one scale (default 128); None: one scale per output channel;
-            "tensor": one scale per weight. It need not divide the input size.
+            "tensor": one scale per weight. It need not divide the input size. Of a planned size it is the most: the
+            largest of 128, 64 and 32 that all weights divide by is taken where it does not.
         symmetric: None (default) uses zero points at 2 and 3 bits and none elsewhere.
         activations: "float" or "int8" per token; None (default) is "int8" for ternary and "float" for the rest.
         method: "rtn", round to nearest with a searched clip, without data. "gptq": codes that compensate each other's
-            errors on `calibration`, block by block; the dense model is loaded for it.
-        budget: bytes to fit; planned by `lb.compress`.
-        calibration: data for "gptq"; never saved. A list of texts, a text file, a Dataset (column text, messages or
-            input_ids), chats, token tensors, or dicts of model inputs; some thousand tokens. "rtn" needs none.
+            errors on `calibration`, block by block; the dense model is loaded for it. None (default) is "gptq" where
+            there is `calibration`, else "rtn".
+        budget: size of the whole model: bytes, "60MB", "2GiB", or a share of the dense bytes, "40%" or 0.4. Bits are
+            planned to fit, for the embedding and the output layer too; `bits` stays 4. The dense model is loaded for
+            a plan.
+        calibration: data for "gptq" and for plans; never saved. A list of texts, a text file, a Dataset (column text,
+            messages or input_ids), chats, token tensors, or dicts of model inputs; some thousand tokens. "rtn" needs
+            none; a plan without is rough.
         modules: {name or "re:pattern": Scheme or dict} for single modules; overrides the fields above (a dict without
             `group_size` takes the one above). Naming an embedding or the output layer here is how it is asked to be
-            converted too. After conversion it lists every converted module, and that is what is saved.
+            converted too; what is named is not planned. After conversion it lists every converted module, and that is
+            what is saved.
         modules_to_not_convert: names or "re:patterns" to leave dense, in addition to what is always left dense (output
             embeddings, tied weights, task heads, routers, weights that model code reads directly).
         dequantize: turn a low-bit checkpoint back into dense weights while loading.
@@ -53,7 +61,6 @@ class LowBitConfig(QuantizationConfigMixin):
 
     Raises:
         TypeError, ValueError: with the field, its value and the allowed ones.
-        NotImplementedError: for an average or a budget.
     """
 
     fields = FIELDS
@@ -66,12 +73,12 @@ class LowBitConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        bits: str | int = 4,
+        bits: str | int | float = 4,
         group_size: int | str | None = 128,
         symmetric: bool | None = None,
         activations: str | None = None,
-        method: str = "rtn",
-        budget: str | int | None = None,
+        method: str | None = None,
+        budget: str | int | float | None = None,
         calibration: Any = None,
         modules: Mapping[str, Scheme | Mapping] | None = None,
         modules_to_not_convert: list[str] | None = None,
@@ -84,25 +91,30 @@ class LowBitConfig(QuantizationConfigMixin):
             raise ValueError(f"`origin`={self.origin!r} is not known to this hf_lowbit; it knows {list(ORIGINS)}.")
         digest = kwargs.pop("modules_digest", None)
         _check_rest(kwargs, type(self))
+        for name, value in (("budget", budget), ("calibration", calibration)):
+            if value is not None and name not in self.fields:
+                _refuse_field(name, type(self))
         self.quant_method = QUANT_METHOD
         if isinstance(bits, float):
-            raise NotImplementedError(
-                f"`bits`={bits} asks for a planned average: call `hf_lowbit.compress(model, bits={bits})`."
-            )
+            check_average(bits)
         if budget is not None:
-            raise NotImplementedError(
-                f"`budget`={budget!r} asks for a planned size: call `hf_lowbit.compress(model, budget={budget!r})`."
-            )
+            check_budget(budget)
+            if bits != 4 or isinstance(bits, float):
+                raise ValueError(f"`bits`={bits!r} and `budget`={budget!r} both say how large; pass one of them.")
+        if method is None:
+            method = "rtn" if calibration is None else "gptq"
         if method not in METHODS:
             raise ValueError(f"`method`={method!r} is not supported; use one of {list(METHODS)}.")
-        if calibration is not None and method == "rtn":
+        planned = isinstance(bits, float) or budget is not None
+        if calibration is not None and method == "rtn" and not planned:
             warnings.warn('`calibration` is not used: `method`="rtn" rounds without data.', stacklevel=2)
         if not isinstance(dequantize, bool):
             raise TypeError(f"`dequantize`={dequantize!r} must be True or False.")
-        default = Scheme(bits, group_size, symmetric, activations)
-        self.bits = default.bits
+        # of a plan each width has its own symmetry and activations where nothing is said
+        default = Scheme(4 if planned else bits, group_size, symmetric, activations)
+        self.bits = bits if planned else default.bits
         self.group_size = default.group_size
-        self.symmetric = default.symmetric
+        self.symmetric = symmetric if planned else default.symmetric
         self.activations = default.activations
         self.method = method
         self.budget = budget
@@ -126,9 +138,14 @@ class LowBitConfig(QuantizationConfigMixin):
         return (config, unused) if return_unused_kwargs else config
 
     @property
+    def is_planned(self) -> bool:
+        """True while `bits` or `budget` say how large, and no plan has been made yet."""
+        return isinstance(self.bits, float) or self.budget is not None
+
+    @property
     def default_scheme(self) -> Scheme:
-        """The scheme of modules that `modules` does not name."""
-        return Scheme(self.bits, self.group_size, self.symmetric, self.activations)
+        """The scheme of modules that `modules` does not name; of a plan one whose bits it decides."""
+        return Scheme(4 if self.is_planned else self.bits, self.group_size, self.symmetric, self.activations)
 
     @property
     def is_resolved(self) -> bool:
@@ -144,6 +161,8 @@ class LowBitConfig(QuantizationConfigMixin):
                   "group_size": self.group_size, "symmetric": self.symmetric, "activations": self.activations,
                   "method": self.method, "modules": modules,
                   "modules_to_not_convert": list(self.modules_to_not_convert)}  # fmt: skip
+        if self.budget is not None:
+            output["budget"] = self.budget
         if self.origin is not None:
             output["origin"] = self.origin
         if self.is_resolved:
@@ -162,7 +181,7 @@ class LowBitConfig(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What transformers carries over from this config to the one of an already low-bit checkpoint."""
-        requested = {field: getattr(self, field) for field in STORED_FIELDS}
+        requested = {field: getattr(self, field) for field in (*STORED_FIELDS, "budget")}
         requested["modules"] = dict(self.modules)
         requested["modules_to_not_convert"] = list(self.modules_to_not_convert)
         return {"dequantize": self.dequantize, "requested": requested}
@@ -172,6 +191,12 @@ class LowBitConfig(QuantizationConfigMixin):
         requested = getattr(self, "requested", None)
         if requested is None or self.dequantize:
             return None
+        if isinstance(requested["bits"], float) or requested["budget"] is not None:
+            return (
+                "the checkpoint is already low-bit, and a size is planned for dense weights only. Load it without "
+                "`quantization_config`; or load it with LowBitConfig(dequantize=True) and quantize the result again "
+                "with hf_lowbit.quantize."
+            )
         wrong = [f for f in STORED_FIELDS if requested[f] != getattr(self, f)]
         if not wrong:
             return None
@@ -218,9 +243,13 @@ def _check_rest(rest: dict, owner: type) -> None:
             "upgrade hf_lowbit."
         )
     for name in rest:
-        close = difflib.get_close_matches(name, owner.fields, n=1)
-        hint = f"; did you mean `{close[0]}`?" if close else f"; the fields are {list(owner.fields)}."
-        raise TypeError(f"{owner.__qualname__} has no field `{name}`{hint}")
+        _refuse_field(name, owner)
+
+
+def _refuse_field(name: str, owner: type) -> None:
+    close = difflib.get_close_matches(name, owner.fields, n=1)
+    hint = f"; did you mean `{close[0]}`?" if close else f"; the fields are {list(owner.fields)}."
+    raise TypeError(f"{owner.__qualname__} has no field `{name}`{hint}")
 
 
 def _read_modules(modules, group_size: int | str | None) -> tuple[dict[str, Scheme], dict[str, tuple[int, ...]]]:
@@ -239,11 +268,11 @@ def _read_modules(modules, group_size: int | str | None) -> tuple[dict[str, Sche
             value.setdefault("group_size", group_size)
             if shape is not None:
                 shapes[name] = _read_shape(name, shape)
-            unknown = sorted(set(value) - {"bits", "group_size", "symmetric", "activations"})
+            unknown = sorted(set(value) - {"bits", "group_size", "symmetric", "activations", "scales"})
             if unknown:
                 raise TypeError(
-                    f"`modules[{name!r}]` has no field {unknown[0]!r}; a Scheme has bits, group_size, symmetric and "
-                    "activations."
+                    f"`modules[{name!r}]` has no field {unknown[0]!r}; a Scheme has bits, group_size, symmetric, "
+                    "activations and scales."
                 )
             try:
                 value = Scheme(**value)

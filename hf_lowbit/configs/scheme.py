@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 BITS = ("ternary", 2, 3, 4, 8)
 ACTIVATIONS = ("float", "int8")
+SCALES = (None, "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,9 @@ class Scheme:
             without zero points. None (default) chooses zero points at 2 and 3 bits, where they pay, and none at 4, 8
             and ternary. activations: "float" multiplies in the model's dtype (weight-only); "int8" rounds each token
             to 8 bits first. None (default) is "int8" for ternary, which is BitNet b1.58's own definition, and "float"
-            for the rest.
+            for the rest. scales: "bfloat16" or "float32", the dtype in which the scales of groups are stored. None
+            (default) is bfloat16; float32 holds those of imported checkpoints, which are float16. Without groups
+            scales are float32, and this is None.
 
     Raises:
         TypeError, ValueError: with the field, its value and the allowed ones.
@@ -30,6 +33,7 @@ class Scheme:
     group_size: int | str | None = 128
     symmetric: bool | None = None
     activations: str | None = None
+    scales: str | None = None
 
     def __post_init__(self):
         if isinstance(self.bits, bool) or not isinstance(self.bits, (str, int)):
@@ -47,10 +51,18 @@ class Scheme:
             object.__setattr__(self, "activations", "int8" if self.bits == "ternary" else "float")
         if self.activations not in ACTIVATIONS:
             raise ValueError(f"`activations`={self.activations!r} is not supported; use one of {list(ACTIVATIONS)}.")
+        if self.scales not in SCALES:
+            raise ValueError(f"`scales`={self.scales!r} is not supported; use one of {list(SCALES)}.")
+        if self.scales == "bfloat16" or self.block is None:
+            # one spelling for one scheme
+            object.__setattr__(self, "scales", None)
 
     def to_dict(self) -> dict:
-        """The four fields as plain JSON."""
-        return asdict(self)
+        """The fields as plain JSON; `scales` only where it is not the default."""
+        fields = asdict(self)
+        if self.scales is None:
+            del fields["scales"]
+        return fields
 
     @property
     def block(self) -> int | None:

@@ -72,3 +72,40 @@ INLINE int32_t T(sum_codes)(const int8_t *codes, int64_t count) {
     for (int64_t k = 0; k < count; k++) sum += codes[k];
     return sum;
 }
+
+/* One row of floats in fixed point: x = t r, integers r in place of x. Cut into balanced digits r = sum_d 256^d r_d they are so
+ * many rows of int8. The error of r is 2^-24 of the largest entry with three digits, 2^-32 with four. Returns t, or 0 when x
+ * has NaN or infinity, or is too small: 2^-60, so that t of four digits is a normal float.
+ */
+static inline float T(fixed_point)(float *x, int64_t columns, int digits) {
+    int32_t largest = 0;
+    for (int64_t k = 0; k < columns; k++) {
+        int32_t bits;
+        memcpy(&bits, x + k, 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    if (largest >= 0x7f800000 || largest < 0x21800000) return 0.0f;
+    int32_t *r = (int32_t *)x;
+    double whole = digits == 4 ? 127.0 * 16777216.0 : 127.0 * 65536.0, top = float_of_bits((uint32_t)largest);
+    if (digits == 4) for (int64_t k = 0; k < columns; k++) {
+        double scaled = (double)x[k] * (whole / top);
+        r[k] = (int32_t)(scaled + (scaled < 0 ? -0.5 : 0.5));
+    } else {
+        float factor = (float)(whole / top);
+        for (int64_t k = 0; k < columns; k++) {
+            float scaled = x[k] * factor;
+            r[k] = (int32_t)(scaled + (scaled < 0 ? -0.5f : 0.5f));
+        }
+        whole = (double)factor * top;
+    }
+    return (float)(top / whole);
+}
+
+/* the lowest digit of integers, which lose it */
+static inline void T(next_digit)(int32_t *r, int64_t columns, int8_t *codes) {
+    for (int64_t k = 0; k < columns; k++) {
+        codes[k] = (int8_t)r[k];
+        r[k] = (r[k] - codes[k]) >> 8;
+    }
+}

@@ -20,14 +20,15 @@ static void amx_block_x_range(void *argument, int64_t begin, int64_t end) {
     }
 }
 
-/* y of tiles of x from `tile` (MT of them) and NT tiles of rows of block row r, from row i of a block */
-INLINE void amx_block_pass(const struct blocks_job *job, int64_t r, int64_t i, int64_t tile, const int MT, const int NT) {
+/* y of tiles of x from `tile` (MT of them) and NT tiles of rows of block row r, whose values are given, from row i of a block */
+INLINE void amx_block_pass(const struct blocks_job *job, const void *values, int64_t r, int64_t i, int64_t tile, const int MT,
+                           const int NT) {
     const struct lowbit_blocks *p = job->p;
     int64_t size = job->columns / 32 * 64 * TILE_ROWS, row = 2 * p->width, units = p->width / 32;
     const char *x = (const char *)job->x + tile * size;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    for (int64_t b = first_block(p, r), end = first_block(p, r + 1); b < end; b++) {
-        const char *a = (const char *)p->values + (b * p->height + i) * row, *q = x + p->columns[b] * units * 64 * TILE_ROWS;
+    for (int64_t b0 = first_block(p, r), b = b0, end = first_block(p, r + 1); b < end; b++) {
+        const char *a = (const char *)values + ((b - b0) * p->height + i) * row, *q = x + p->columns[b] * units * 64 * TILE_ROWS;
         /* the next block may lie anywhere in x */
         const char *next = b + 1 < end ? x + p->columns[b + 1] * units * 64 * TILE_ROWS : q;
         for (int64_t u = 0; u < units; u++, a += 64, q += 64 * TILE_ROWS, next += 64 * TILE_ROWS) {
@@ -62,19 +63,26 @@ static void amx_blocks_range(void *argument, int64_t begin, int64_t end) {
     struct blocks_job *job = argument;
     const struct lowbit_blocks *p = job->p;
     int64_t tiles = (p->m + TILE_ROWS - 1) / TILE_ROWS;
+    void *room;
+    if (!T(room_for_values)(job, begin, end, &room)) return;
     configure_tiles(16);
-    for (int64_t r = begin; r < end; r++) for (int64_t tile = 0; tile < tiles; tile += 2) {
-        int64_t i = 0;
-        for (; i + 32 <= p->height; i += 32) {
-            if (tile + 2 <= tiles) amx_block_pass(job, r, i, tile, 2, 2);
-            else amx_block_pass(job, r, i, tile, 1, 2);
-        }
-        if (i < p->height) {
-            if (tile + 2 <= tiles) amx_block_pass(job, r, i, tile, 2, 1);
-            else amx_block_pass(job, r, i, tile, 1, 1);
+    for (int64_t r = begin; r < end; r++) {
+        const void *values = T(values_of_row)(job, r, room);
+        written_before_tiles();
+        for (int64_t tile = 0; tile < tiles; tile += 2) {
+            int64_t i = 0;
+            for (; i + 32 <= p->height; i += 32) {
+                if (tile + 2 <= tiles) amx_block_pass(job, values, r, i, tile, 2, 2);
+                else amx_block_pass(job, values, r, i, tile, 1, 2);
+            }
+            if (i < p->height) {
+                if (tile + 2 <= tiles) amx_block_pass(job, values, r, i, tile, 2, 1);
+                else amx_block_pass(job, values, r, i, tile, 1, 1);
+            }
         }
     }
     release_tiles();
+    free(room);
 }
 
 static int amx_blocks_linear(const struct lowbit_blocks *p) {
@@ -85,5 +93,5 @@ static int amx_blocks_linear(const struct lowbit_blocks *p) {
     parallel_for(amx_block_x_range, &job, tiles, 1, (int)p->threads);
     parallel_for(amx_blocks_range, &job, p->block_rows, 1, (int)p->threads);
     free(job.x);
-    return 0;
+    return job.failed ? -1 : 0;
 }

@@ -2,11 +2,37 @@
  *
  * Few rows of x: lanes run along a row of a block, and values are read once, in the order in which they lie.
  * Many rows: lanes run along rows of x, which are turned into panels once a call; each value meets a whole panel.
+ * Low-bit blocks that are not multiplied as integers become numbers a block row at a time, and those are multiplied.
  */
+#include "activations.h"
+#include "rows.h"
 
 /* rows of x at once: with lanes along K, and in a panel */
 #define FEW 4
 #define ACROSS (2 * LANES)
+
+/* where the blocks of block row r lie as numbers of the type of x; low-bit ones are written to `room` */
+static const void *T(values_of_row)(struct blocks_job *job, int64_t r, void *room) {
+    const struct lowbit_blocks *p = job->p;
+    int64_t first = first_block(p, r) * p->height, rows = first_block(p, r + 1) * p->height - first;
+    if (!p->field) return element_at(p, p->values, first * p->width);
+    struct lowbit_problem stored = {.field = p->field, .offset = p->offset, .group = p->width, .groups = 1, .scale_stride = 1,
+                                    .scale_type = TYPE_BF16, .type = p->type, .rows = rows, .columns = p->width,
+                                    .row_bytes = p->row_bytes};
+    struct lowbit_call call = {.p = &stored, .m = rows, .weight = (const uint8_t *)p->values + first * p->row_bytes,
+                               .scale = p->scale + first, .y = room};
+    struct rows_job widening = {&call, NULL, 0, 0};
+    T(rows_range)(&widening, 0, rows);
+    job->failed |= widening.failed;
+    return room;
+}
+/* room for the numbers of one of the block rows [begin, end), where they don't lie there already */
+static int T(room_for_values)(struct blocks_job *job, int64_t begin, int64_t end, void **room) {
+    const struct lowbit_blocks *p = job->p;
+    *room = p->field ? scratch(most_live(p, begin, end) * p->height * p->width * bytes_of_type(p)) : NULL;
+    if (p->field && !*room) job->failed = 1;
+    return !p->field || *room;
+}
 
 INLINE vf T(values_at)(const void *p, int64_t type, int64_t i) {
     if (type == TYPE_F32) return load_f((const float *)p + i);
@@ -21,15 +47,18 @@ INLINE vf T(values_at)(const void *p, int64_t type, int64_t i) {
 #endif
 }
 
-/* y of FEW rows of x and block row r: `sums` [height][FEW][LANES] */
-INLINE void T(few_rows_of_block)(const struct blocks_job *job, int64_t m, int64_t r, float *sums, const int count, const int type) {
+#include "block_codes.h"
+
+/* y of FEW rows of x and block row r, whose values are given: `sums` [height][FEW][LANES] */
+INLINE void T(few_rows_of_block)(const struct blocks_job *job, int64_t m, int64_t r, const void *values, float *sums,
+                                 const int count, const int type) {
     const struct lowbit_blocks *p = job->p;
     int64_t whole = p->width / LANES * LANES;
     memset(sums, 0, (size_t)(p->height * count * LANES * 4));
-    for (int64_t b = first_block(p, r), end = first_block(p, r + 1); b < end; b++) {
+    for (int64_t b0 = first_block(p, r), b = b0, end = first_block(p, r + 1); b < end; b++) {
         const float *x = job->x + m * job->columns + p->columns[b] * p->width;
         for (int64_t i = 0; i < p->height; i++) {
-            const void *v = element_at(p, p->values, (b * p->height + i) * p->width);
+            const void *v = element_at(p, values, ((b - b0) * p->height + i) * p->width);
             vf sum[FEW];
             UNROLL for (int j = 0; j < count; j++) sum[j] = load_f(sums + (i * count + j) * LANES);
             for (int64_t k = 0; k < whole; k += LANES) {
@@ -45,7 +74,7 @@ INLINE void T(few_rows_of_block)(const struct blocks_job *job, int64_t m, int64_
         store_element(p->y, type, (m + j) * p->block_rows * p->height + r * p->height + i, sum_f(load_f(sums + (i * count + j) * LANES)));
 }
 
-#define FEW_ROWS(count, type) T(few_rows_of_block)(job, m, r, sums, count, type)
+#define FEW_ROWS(count, type) T(few_rows_of_block)(job, m, r, values, sums, count, type)
 #define EACH_TYPE(count) do { \
         if (p->type == TYPE_F32) FEW_ROWS(count, TYPE_F32); \
         else if (p->type == TYPE_BF16) FEW_ROWS(count, TYPE_BF16); \
@@ -55,14 +84,19 @@ static void T(few_blocks_range)(void *argument, int64_t begin, int64_t end) {
     struct blocks_job *job = argument;
     const struct lowbit_blocks *p = job->p;
     float *sums = scratch(p->height * FEW * LANES * 4);
-    if (!sums) { job->failed = 1; return; }
-    for (int64_t r = begin; r < end; r++) for (int64_t m = 0; m < p->m; m += FEW) switch (min64(p->m - m, FEW)) {
-        case 1: EACH_TYPE(1); break;
-        case 2: EACH_TYPE(2); break;
-        case 3: EACH_TYPE(3); break;
-        default: EACH_TYPE(4);
+    void *room;
+    if (!T(room_for_values)(job, begin, end, &room) || !sums) { job->failed = 1; free(sums); free(room); return; }
+    for (int64_t r = begin; r < end; r++) {
+        const void *values = T(values_of_row)(job, r, room);
+        for (int64_t m = 0; m < p->m; m += FEW) switch (min64(p->m - m, FEW)) {
+            case 1: EACH_TYPE(1); break;
+            case 2: EACH_TYPE(2); break;
+            case 3: EACH_TYPE(3); break;
+            default: EACH_TYPE(4);
+        }
     }
     free(sums);
+    free(room);
 }
 #undef FEW_ROWS
 #undef EACH_TYPE
@@ -110,18 +144,20 @@ INLINE void T(block_times_panel)(const float *v, const float *x, int64_t width, 
 static void T(many_blocks_range)(void *argument, int64_t begin, int64_t end) {
     struct blocks_job *job = argument;
     const struct lowbit_blocks *p = job->p;
-    int64_t most = p->live, size = p->height * p->width;
-    for (int64_t r = begin; p->pointers && r < end; r++) {
-        int64_t blocks = first_block(p, r + 1) - first_block(p, r);
-        if (r == begin || blocks > most) most = blocks;
+    int64_t size = p->height * p->width;
+    float *sums = scratch(p->height * ACROSS * 4);
+    float *widened = p->type == TYPE_F32 ? NULL : scratch(most_live(p, begin, end) * size * 4);
+    void *room;
+    if (!T(room_for_values)(job, begin, end, &room) || !sums || (p->type != TYPE_F32 && !widened)) {
+        job->failed = 1;
+        free(sums); free(widened); free(room);
+        return;
     }
-    float *sums = scratch(p->height * ACROSS * 4), *widened = p->type == TYPE_F32 ? NULL : scratch(most * size * 4);
-    if (!sums || (p->type != TYPE_F32 && !widened)) { job->failed = 1; free(sums); free(widened); return; }
     for (int64_t r = begin; r < end; r++) {
         int64_t b0 = first_block(p, r), blocks = first_block(p, r + 1) - b0;
-        const float *values = (const float *)p->values + b0 * size;
+        const void *v = T(values_of_row)(job, r, room);
+        const float *values = v;
         if (widened) {
-            const void *v = element_at(p, p->values, b0 * size);
             for (int64_t i = 0; i < blocks * size; i++) widened[i] = load_element(v, p->type, i);
             values = widened;
         }
@@ -142,9 +178,12 @@ static void T(many_blocks_range)(void *argument, int64_t begin, int64_t end) {
     }
     free(sums);
     free(widened);
+    free(room);
 }
 
 static int T(blocks_linear)(const struct lowbit_blocks *p) {
+    int status = p->field ? T(codes_linear)(p) : 1;
+    if (status != 1) return status;
     struct blocks_job job = {p, NULL, columns_of_blocks(p), 0};
     int few = p->m <= 2 * FEW;
     job.x = scratch(round_up(p->m, ACROSS) * job.columns * 4);

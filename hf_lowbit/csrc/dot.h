@@ -5,9 +5,8 @@
  *
  *     y += s[g] * (D - (offset + z[g]) A)        D, A: the lane's sums of a u and of a
  *
- * One row of floats is exact enough in fixed point, and then costs less than floats do: x = t r with integers r, cut into
- * balanced digits r = sum_d 256^d r_d, which are so many rows of int8. The error of r is 2^-24 of the largest entry with the
- * three digits that bfloat16 and float16 get, 2^-32 with the four of float32. NaN and infinity can't be cut up.
+ * One row of floats is exact enough in fixed point (activations.h), and then costs less than floats do: three digits for
+ * bfloat16 and float16, four for float32. NaN and infinity can't be cut up.
  */
 
 struct T(dot_job) {
@@ -67,40 +66,17 @@ static void T(dot_prepare)(struct T(dot_job) *job, int64_t m, float *x, int8_t *
     T(dot_arrange)(job, m, codes);
 }
 
-/* the digits of the only row of x; 0 when it has NaN or infinity, or is too small to be cut up */
+/* the digits of the only row of x; 0 when it can't be cut up */
 static int T(dot_prepare_digits)(struct T(dot_job) *job, float *x, int8_t *codes) {
     int64_t columns = job->c->p->columns, size = job->blocks * job->per_byte * VB;
-    int32_t largest = 0;
     T(load_floats)(job->c, 0, x);
-    for (int64_t k = 0; k < columns; k++) {
-        int32_t bits;
-        memcpy(&bits, x + k, 4);
-        bits &= 0x7fffffff;
-        largest = bits > largest ? bits : largest;
-    }
-    /* 2^-60: t of four digits is a normal float */
-    if (largest >= 0x7f800000 || largest < 0x21800000) return 0;
-    int32_t *r = (int32_t *)x;
-    double whole = job->digits == 4 ? 127.0 * 16777216.0 : 127.0 * 65536.0, top = float_of_bits((uint32_t)largest);
-    if (job->digits == 4) for (int64_t k = 0; k < columns; k++) {
-        double scaled = (double)x[k] * (whole / top);
-        r[k] = (int32_t)(scaled + (scaled < 0 ? -0.5 : 0.5));
-    } else {
-        float factor = (float)(whole / top);
-        for (int64_t k = 0; k < columns; k++) {
-            float scaled = x[k] * factor;
-            r[k] = (int32_t)(scaled + (scaled < 0 ? -0.5f : 0.5f));
-        }
-        whole = (double)factor * top;
-    }
+    float t = T(fixed_point)(x, columns, job->digits);
+    if (t == 0.0f) return 0;
     for (int d = 0; d < job->digits; d++) {
-        for (int64_t k = 0; k < columns; k++) {
-            codes[k] = (int8_t)r[k];
-            r[k] = (r[k] - codes[k]) >> 8;
-        }
+        T(next_digit)((int32_t *)x, columns, codes);
         memset(codes + columns, 0, (size_t)(size - columns));
         T(dot_arrange)(job, d, codes);
-        job->t[d] = (float)(top / whole) * (float)(1 << 8 * d);
+        job->t[d] = t * (float)(1 << 8 * d);
     }
     return 1;
 }

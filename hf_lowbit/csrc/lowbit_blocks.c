@@ -6,20 +6,12 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* the definition, an output at a time */
-static void portable_range(void *argument, int64_t begin, int64_t end) {
-    const struct lowbit_blocks *p = ((struct blocks_job *)argument)->p;
-    for (int64_t r = begin; r < end; r++) for (int64_t m = 0; m < p->m; m++) for (int64_t i = 0; i < p->height; i++) {
-        float sum = 0.0f;
-        for (int64_t b = first_block(p, r), last = first_block(p, r + 1); b < last; b++) {
-            int64_t column = p->columns[b] * p->width, some = min64(p->width, p->in_features - column);
-            for (int64_t k = 0; k < some; k++)
-                sum += load_element(p->x, p->type, m * p->x_stride + column + k) *
-                       load_element(p->values, p->type, (b * p->height + i) * p->width + k);
-        }
-        store_element(p->y, p->type, (m * p->block_rows + r) * p->height + i, sum);
-    }
-}
+/* up to so many rows, x is multiplied with low-bit blocks as digits (measured) */
+enum { FEW_DIGIT_ROWS = 4 };
+
+#define T(name) name##_blocks_portable
+#include "block_portable.h"
+#undef T
 
 #if defined(__x86_64__)
 #include "names.h"
@@ -32,6 +24,16 @@ TARGET("avx2,fma,f16c")
 TARGET_END
 #include "end_tier.h"
 #undef T
+
+TARGET("avx2,fma,f16c,avxvnni")
+#define VNNI
+#define T(name) name##_blocks_avxvnni
+#include "vector_avx2.h"
+#include "block_tier.h"
+TARGET_END
+#include "end_tier.h"
+#undef T
+#undef VNNI
 #undef HEIGHT
 
 #define HEIGHT 8
@@ -59,14 +61,13 @@ EXPORT int lowbit_block_linear(const struct lowbit_blocks *call, int64_t tier) {
     if (first_block(&p, p.block_rows) * p.height * p.width * (p.m + 7) < SMALL_BLOCKS) p.threads = 1;
 #if defined(__x86_64__)
 #ifdef COMPILER_HAS_AMX
-    if (tier >= 4 && p.type == TYPE_BF16 && p.m > FEW_TILE_ROWS && p.width % 32 == 0 && p.height % 16 == 0)
+    if (tier >= 4 && p.type == TYPE_BF16 && !p.int8 && p.m > FEW_TILE_ROWS && p.width % 32 == 0 && p.height % 16 == 0)
         return amx_blocks_linear(&p);
 #endif
     if (tier >= 3) return blocks_linear_blocks_avx512(&p);
-    if (tier > 0) return blocks_linear_blocks_avx2(&p);
+    if (tier == 2) return blocks_linear_blocks_avxvnni(&p);
+    if (tier == 1) return blocks_linear_blocks_avx2(&p);
 #endif
     (void)tier;
-    struct blocks_job job = {&p, NULL, 0, 0};
-    parallel_for(portable_range, &job, p.block_rows, 1, (int)p.threads);
-    return 0;
+    return blocks_linear_blocks_portable(&p);
 }

@@ -18,7 +18,7 @@
 enum { TIER_PORTABLE = 0, TIER_AVX2 = 1, TIER_AVXVNNI = 2, TIER_AVX512 = 3, TIER_AMX = 4 };
 
 /* raised whenever the arguments of an exported function change: a stale build is then refused, not called */
-EXPORT int lowbit_abi(void) { return 2; }
+EXPORT int lowbit_abi(void) { return 3; }
 
 /* two threads that ask first at once find the same answer */
 EXPORT int lowbit_features(void) {

@@ -11,12 +11,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 from importlib import import_module
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
+from .output import check_output, whole_folder
 from .result import Export
 
 
@@ -61,31 +59,12 @@ def export(
         raise ValueError(f"`format`={format!r} is unknown; use one of {list(FORMATS)}.")
     if activations not in ACTIVATIONS:
         raise ValueError(f"`activations`={activations!r} is unknown; use one of {list(ACTIVATIONS)}.")
-    output = Path(output_dir)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"`output_dir`={str(output)!r} exists and is not an empty folder; name another.")
+    output = check_output(output_dir)
     from .source import open_source
 
     writer = import_module(f".{FORMATS[format]}", __name__)
     source = open_source(model_or_dir, tokenizer)
     writer.check(source, activations)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # beside the goal, so that it gets there in one step and never in part
-    temporary = Path(mkdtemp(dir=output.parent, prefix=f".{output.name}."))
-    try:
+    with whole_folder(output) as temporary:
         stored, rounded = writer.write(source, temporary, max_shard_size)
-        # mkdtemp's folders are private
-        temporary.chmod(0o777 & ~_umask())
-        if output.exists():
-            output.rmdir()
-        temporary.replace(output)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return Export(output, format, stored, rounded)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -16,7 +16,10 @@ from .dispatch import forced_kernel
 
 
 class BlockProblem(NamedTuple):
-    """What a kernel may look at to accept or refuse; hashable. `rows` is M, `block_rows` NB."""
+    """What a kernel may look at to accept or refuse; hashable. `rows` is M, `block_rows` NB.
+
+    `bits` of the live blocks, None where they are float; `int8_activations` rounds x, for low-bit blocks only.
+    """
 
     height: int
     width: int
@@ -25,19 +28,22 @@ class BlockProblem(NamedTuple):
     rows: int
     dtype: torch.dtype
     device: str
+    bits: str | int | None = None
+    int8_activations: bool = False
 
 
 class BlockKernel(NamedTuple):
     """One implementation. `refuse(problem)` returns None to accept or a sentence that says why not.
 
-    `run(x, values, col_indices, row_pointers, problem)` gets x [M, K] with any strides, values and indices contiguous
-    as `blocks.py` describes them, x and values of one dtype, and returns [M, NB * height] in that dtype.
+    `run(x, values, col_indices, row_pointers, problem, scale)` gets x [M, K] with any strides, values and indices
+    contiguous as `blocks.py` describes them, x and values of one dtype, and returns [M, NB * height] in that dtype. Of
+    low-bit blocks the values are packed codes, and `scale` is what `block_codes.py` says; else it is None.
     """
 
     name: str
     rank: int
     refuse: Callable[[BlockProblem], str | None]
-    run: Callable[[Tensor, Tensor, Tensor, Tensor | None, BlockProblem], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, Tensor | None, BlockProblem, Tensor | None], Tensor]
 
 
 _kernels: list[BlockKernel] = []
@@ -71,7 +77,12 @@ def explain_blocks(problem: BlockProblem) -> list[tuple[str, str]]:
         if kernel is runs:
             break
         tried.append((kernel.name, kernel.refuse(problem) or "another kernel is forced"))
-    why = f"{problem.dtype} blocks of {problem.height}x{problem.width}".replace("torch.", "")
+    kind = str(problem.dtype).removeprefix("torch.")
+    if problem.bits is not None:
+        activations = "int8" if problem.int8_activations else kind
+        name = problem.bits if isinstance(problem.bits, str) else f"{problem.bits}-bit"
+        kind = f"{activations} activations with {name}"
+    why = f"{kind} blocks of {problem.height}x{problem.width}"
     if runs is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in tried)
         return [*tried, ("torch", f"{why} by torch, operation by operation ({reasons})")]

@@ -153,7 +153,7 @@ def _run(x, values, col_indices, row_pointers, in_features):
     if kernel is None:
         return reference_block_linear(x, values, col_indices, row_pointers, in_features)
     pointers = None if row_pointers is None else row_pointers.contiguous()
-    return kernel.run(x, values.contiguous(), col_indices.contiguous(), pointers, problem)
+    return kernel.run(x, values.contiguous(), col_indices.contiguous(), pointers, problem, None)
 
 
 def _meta(x, values, col_indices, row_pointers, in_features):

@@ -54,18 +54,25 @@ class Quantized(NamedTuple):
     zero_point: Tensor | None
 
 
-def scale_dtype(group_size: int | str | None) -> torch.dtype:
-    """bfloat16 when there are many scales (groups), float32 when there are few (channel, tensor)."""
-    return torch.bfloat16 if isinstance(group_size, int) else torch.float32
+def scale_dtype(group_size: int | str | None, scales: str | None = None) -> torch.dtype:
+    """bfloat16 when there are many scales (groups; `scales` may ask for float32), float32 when there are few (channel,
+    tensor)."""
+    return torch.bfloat16 if isinstance(group_size, int) and scales is None else torch.float32
 
 
 def round_to_nearest(
-    weight: Tensor, grid: Grid, group_size: int | str | None, symmetric: bool, search: bool = True
+    weight: Tensor,
+    grid: Grid,
+    group_size: int | str | None,
+    symmetric: bool,
+    search: bool = True,
+    scales: str | None = None,
 ) -> Quantized:
     """Quantize `weight` [N, K] (any float dtype) without data.
 
     `group_size`: weights a scale serves along K; None is one scale a row; "tensor" one for all. `symmetric=False` adds
-    zero points. `search=False` covers the whole range of each group (absmax, or min and max). Raises ValueError when
+    zero points. `search=False` covers the whole range of each group (absmax, or min and max). `scales="float32"`
+    keeps the scales of groups in float32. Raises ValueError when
     the weight holds NaN or infinity.
     """
     rows, in_features = weight.shape
@@ -73,7 +80,7 @@ def round_to_nearest(
     largest = x.abs().amax(dim=1, keepdim=True) if x.numel() else x.new_zeros(x.shape[0], 1)
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("the weight holds NaN or infinity")
-    dtype = scale_dtype(group_size)
+    dtype = scale_dtype(group_size, scales)
     if grid.bits == TERNARY:
         scale, zero_point = _absmean(x, rows, in_features, group_size), None
     else:
@@ -158,7 +165,7 @@ def _search_chunk(x: Tensor, grid: Grid, symmetric: bool, search: bool) -> tuple
         zero = (grid.qmin - low / cover).round_().clamp_(grid.qmin, grid.qmax)
     if not search:
         return cover, zero
-    best = _Best(x, grid, cover, zero)
+    best = _Best(x, grid, cover, zero, symmetric)
     spread = x.square().mean(dim=1, keepdim=True).sqrt_()
     finest = torch.minimum(FINEST[grid.bits] * spread, 0.7 * cover).clamp_(min=1e-12)
     ratio = (cover / finest).log_().div_(COARSE[grid.bits] - 1)
@@ -179,8 +186,8 @@ def _search_chunk(x: Tensor, grid: Grid, symmetric: bool, search: bool) -> tuple
 class _Best:
     """The best candidate so far of each row: the step it was rounded with, the scale that then fits best, the zero."""
 
-    def __init__(self, x: Tensor, grid: Grid, step: Tensor, zero: Tensor):
-        self.x, self.grid = x, grid
+    def __init__(self, x: Tensor, grid: Grid, step: Tensor, zero: Tensor, symmetric: bool):
+        self.x, self.grid, self.symmetric = x, grid, symmetric
         self.weights = x.abs()
         self.weighted = x * self.weights
         self.gain = torch.full_like(step, -1.0)
@@ -190,7 +197,11 @@ class _Best:
     def rate(self, step: Tensor, zero: Tensor) -> None:
         """Round with `step` around `zero` and keep, row by row, what is better than before."""
         v = torch.mul(self.x, step.reciprocal(), out=self._v)
-        torch.clamp(v, self.grid.qmin - zero, self.grid.qmax - zero, out=v)
+        if self.symmetric:
+            # bounds that are numbers are much faster than tensors
+            torch.clamp(v, self.grid.qmin, self.grid.qmax, out=v)
+        else:
+            torch.clamp(v, self.grid.qmin - zero, self.grid.qmax - zero, out=v)
         v.add_(NO_FRACTION).sub_(NO_FRACTION)
         cross = torch.mul(self.weighted, v, out=self._product).sum(dim=1, keepdim=True)
         power = torch.mul(v, v, out=self._product).mul_(self.weights).sum(dim=1, keepdim=True).clamp_(min=1e-30)

@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..configs.lowbit import QUANT_METHOD
 from ..configs.scheme import BITS
-from . import evaluation, facts, markdown, origin, readme, sparse_blocks, task
+from . import evaluation, facts, markdown, origin, readme, sparse_blocks, stages, task
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -27,6 +27,7 @@ METHODS = {
     "rtn": "round to nearest, without calibration data",
     "dqt": "[Direct Quantized Training](https://arxiv.org/abs/2412.04787): the codes themselves were trained",
     "gptq": "[GPTQ](https://arxiv.org/abs/2210.17323): rounding errors compensated on calibration data",
+    "compressed-tensors": "imported from a compressed-tensors checkpoint, codes and scales as they were",
 }
 ACTIVATIONS = {"float": "not quantized", "int8": "8 bits per token"}
 GROUPS = {None: "output channel", "tensor": "whole tensor"}
@@ -51,20 +52,28 @@ def render_card(
         model_or_dir: the model, or the folder that `save_pretrained` wrote (its weights are not read).
         base_model: Hub id or folder of the dense model; None takes what the model was loaded from. Folders are not
             named.
-        report: of `hf_lowbit.report(model)`, or its `to_dict()`; None measures now. A folder's card has no reasons
-            without.
-        results: measured quality, as EvalResult or dicts (see `evaluation.py`). Without any the card says that none
-            exist.
+        report: of `hf_lowbit.report(model)`, or its `to_dict()`; or what `compress` wrote to report.json, whose stages
+            and figures the card then shows. None measures now, and takes the report.json of a folder; where there is
+            none, a folder's card has no reasons.
+        results: measured quality, as EvalResult or dicts (see `evaluation.py`); None takes that of the report. Without
+            any the card says that none exist.
         base_card: the base model's README: ModelCard, text, file or folder. None looks beside the base and on the Hub.
         repo_id: where the model will lie, for the title and the loading code.
         token, online: for looking up the base's card on the Hub; `online=False` uses only what is on this machine.
         training: Markdown about the training run, put in as it is.
     """
-    measured = _measure(model_or_dir, report)
+    run = _run_of(model_or_dir, report)
+    measured = _measure(model_or_dir, report["report"] if stages.is_run(report) else report)
+    run = run if run is not None and stages.belongs(run, measured) else None
+    if run is not None and report is None:
+        # the files don't say why a weight stayed dense, the report does
+        measured = _measure(model_or_dir, run["report"])
     base = origin.find(model_or_dir, base_model, base_card, token, online)
     pipeline_tag, loader = task.describe(measured.architecture)
     pipeline_tag = base.metadata.get("pipeline_tag", pipeline_tag)
     title = _title(measured, base, repo_id)
+    if results is None and run is not None:
+        results = stages.results(run)
     rows = evaluation.read(results, pipeline_tag)
     metadata = ModelCardData(
         base_model=base.base_id,
@@ -89,6 +98,9 @@ def render_card(
                 sparse=sparse_blocks.table_of(measured.sparse) if measured.sparse else "",
                 dense=_dense_table(measured.dense),
                 results=evaluation.table(rows),
+                stages=stages.table(run) if run else "",
+                plan=stages.plan_table(run) if run else "",
+                calibration=stages.data_of(run) if run else "",
                 loader=loader or "AutoModel",
                 location=repo_id or "path/to/this/folder",
                 training=training,
@@ -122,6 +134,13 @@ def is_lowbit(model: Any) -> bool:
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
     return method == QUANT_METHOD
+
+
+def _run_of(model_or_dir: Any, report: Any) -> Mapping | None:
+    """The report of the compression that made the model, where there is one."""
+    if stages.is_run(report):
+        return report
+    return stages.read(model_or_dir) if report is None and isinstance(model_or_dir, (str, os.PathLike)) else None
 
 
 def _measure(model_or_dir: Any, report: Any) -> facts.Facts:

@@ -5,7 +5,8 @@
 int32 [NB + 1] says where rows begin in the second case. Values take gradients like any weight; the mask stays.
 
 With low-bit blocks (`layout.bits`) `weight` holds packed codes instead, int8 [..., bn, R], and `weight_scale` bfloat16
-[..., bn] their scales (functional/block_codes.py); they are multiplied out for each product, and take no gradient.
+[..., bn] their scales (functional/block_codes.py). They are multiplied as they lie (functional/block_code_linear.py), with
+float or int8 activations (`layout.activations`), and take no gradient.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..configs.blast import BlockLayout
+from ..functional.block_code_linear import block_code_linear
 from ..functional.block_codes import SCALE_DTYPE, dequantize_blocks, stored_width
 from ..functional.block_dispatch import BlockProblem
 from ..functional.block_masks import mask_of
-from .masked import scatter, sparse_product
+from .masked import scatter, sparse_product, within_edge
 
 
 SUFFIXES = ("", "_scale", "_col_indices", "_row_pointers")
@@ -30,14 +32,18 @@ class BlockModule(nn.Module):
     layout: BlockLayout
 
     def _product(self, x: Tensor) -> Tensor:
-        parameters = self._parameters
-        return sparse_product(
-            x, self.values(x.dtype), parameters["weight_col_indices"], parameters.get("weight_row_pointers"),
-            parameters["bias"], self.layout,
+        parameters, layout = self._parameters, self.layout
+        values, columns, pointers = (parameters.get("weight" + suffix) for suffix in ("", *SUFFIXES[2:]))
+        if layout.bits is None:
+            return sparse_product(x, values, columns, pointers, parameters["bias"], layout)
+        y = block_code_linear(
+            x, values, parameters["weight_scale"], columns, None, layout.in_features, layout.bits, layout.block[1],
+            pointers, layout.activations == "int8",
         )  # fmt: skip
+        return within_edge(y, parameters["bias"], layout)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The live blocks as they are multiplied: the parameter itself, or the numbers of its codes in `dtype`."""
+        """The live blocks: the parameter itself, or the numbers of its codes in `dtype`."""
         stored, bits = self._parameters["weight"], self.layout.bits
         if bits is None:
             return stored
@@ -59,8 +65,9 @@ class BlockModule(nn.Module):
         """The product the layer's weight takes part in, for `rows` tokens of `dtype`."""
         layout = self.layout
         return BlockProblem(
-            *layout.block, layout.grid[0], layout.in_features, rows, dtype, self._parameters["weight"].device.type
-        )
+            *layout.block, layout.grid[0], layout.in_features, rows, dtype, self._parameters["weight"].device.type,
+            layout.bits, layout.activations == "int8",
+        )  # fmt: skip
 
     def stored_bytes(self) -> int:
         """Bytes of values, scales and indices."""
@@ -87,7 +94,7 @@ class BlockModule(nn.Module):
         rows, columns = self.layout.block
         own = f"blocks={rows}x{columns}, sparsity={self.layout.sparsity:.4f}"
         if self.layout.bits is not None:
-            own += f", bits={self.layout.bits}"
+            own += f", bits={self.layout.bits}, activations={self.layout.activations}"
         return ", ".join(part for part in (super().extra_repr(), own) if part)
 
 

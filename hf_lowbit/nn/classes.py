@@ -19,6 +19,7 @@ from .embedding import LowBitEmbedding, LowBitScaledEmbedding
 from .experts import LowBitExperts, stack_property
 from .linear import LowBitConv1D, LowBitLinear
 from .masked import MaskedConv1D, MaskedLinear
+from .masked_codes import MaskedCodesConv1D, MaskedCodesLinear
 from .reads import is_plain_product, only_scales
 from .trainable import TrainableConv1D, TrainableLinear
 
@@ -26,7 +27,8 @@ from .trainable import TrainableConv1D, TrainableLinear
 KINDS = {"linear": (nn.Linear, LowBitLinear), "conv1d": (Conv1D, LowBitConv1D),
          "embedding": (nn.Embedding, LowBitEmbedding), "trainable-linear": (nn.Linear, TrainableLinear),
          "trainable-conv1d": (Conv1D, TrainableConv1D), "masked-linear": (nn.Linear, MaskedLinear),
-         "masked-conv1d": (Conv1D, MaskedConv1D), "block-linear": (nn.Linear, BlockSparseLinear),
+         "masked-conv1d": (Conv1D, MaskedConv1D), "masked-codes-linear": (nn.Linear, MaskedCodesLinear),
+         "masked-codes-conv1d": (Conv1D, MaskedCodesConv1D), "block-linear": (nn.Linear, BlockSparseLinear),
          "block-conv1d": (Conv1D, BlockSparseConv1D)}  # fmt: skip
 
 

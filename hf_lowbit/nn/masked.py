@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..configs.blast import BlockLayout
-from ..functional.block_masks import block_view, clear_dead, columns_of, is_clear, live_mask, mask_of
+from ..functional.block_codes import quantize_blocks
+from ..functional.block_masks import block_view, clear_dead, clear_dead_, columns_of, is_clear, live_mask, mask_of
 from ..functional.blocks import block_linear, gather_blocks, scatter_blocks
 
 
@@ -30,11 +31,7 @@ class LiveGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        module = ctx.module
-        if module.wants_dense_gradient:
-            seen = module.dense_gradient
-            module.dense_gradient = gradient.detach() if seen is None else seen + gradient.detach()
-        return clear_dead(gradient, module.mask, module.layout.block), None
+        return ctx.module.live_gradient(gradient), None
 
 
 class LiveBlocks(torch.autograd.Function):
@@ -80,7 +77,13 @@ def sparse_product(
     """x [..., K] -> [..., N] on live blocks; what blocks reach over the edge is cut off."""
     if layout.out_features % layout.block[0] == 0:
         return block_linear(x, values, columns, bias, layout.in_features, pointers)
-    y = block_linear(x, values, columns, None, layout.in_features, pointers)[..., : layout.out_features]
+    return within_edge(block_linear(x, values, columns, None, layout.in_features, pointers), bias, layout)
+
+
+def within_edge(y: Tensor, bias: Tensor | None, layout: BlockLayout) -> Tensor:
+    """y [..., NB * bn] without what blocks reach over the edge, plus bias [N]."""
+    if y.shape[-1] != layout.out_features:
+        y = y[..., : layout.out_features]
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -130,14 +133,43 @@ class MaskedModule(nn.Module):
         """Whether dead blocks are zero."""
         return is_clear(self.oriented(), self.mask, self.layout.block)
 
+    def clear(self) -> None:
+        """Zero the dead blocks, in place."""
+        with torch.no_grad():
+            clear_dead_(self.oriented(), self.mask, self.layout.block)
+
+    def stored_bytes(self) -> int:
+        """Bytes of the weight while it is being pruned."""
+        weight = self._parameters["weight"]
+        return weight.numel() * weight.element_size()
+
+    def live_gradient(self, gradient: Tensor) -> Tensor:
+        """What of the gradient [N, K] of this pass is accumulated; all of it is kept where blocks may grow."""
+        if self.wants_dense_gradient:
+            seen = self.dense_gradient
+            self.dense_gradient = gradient.detach() if seen is None else seen + gradient.detach()
+        return clear_dead(gradient, self.mask, self.layout.block)
+
+    def live_tensors(self, columns: Tensor, pointers: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What is stored of the live blocks: values, or packed codes and their scales in the layout's bits."""
+        values = gather(self.oriented().detach(), columns, pointers, self.layout.block).contiguous()
+        return (values, None) if self.layout.bits is None else quantize_blocks(values, self.layout.bits)
+
     def _product(self, x: Tensor) -> Tensor:
-        weight, bias = self.oriented(), self._parameters["bias"]
+        weight = self.oriented()
         if not (self.training and torch.is_grad_enabled() and weight.requires_grad):
-            return F.linear(x, weight, bias)
-        return self._training_product(x, weight, bias)
+            return F.linear(x, weight, self._parameters["bias"])
+        return self._training_product(x)
+
+    def _sparse_values(self, x: Tensor) -> Tensor | None:
+        """The live blocks, differentiable, for the product with `x`; None where only the dense one will do."""
+        return LiveBlocks.apply(self.oriented(), self)
+
+    def _dense_product(self, x: Tensor) -> Tensor:
+        return F.linear(x, LiveGradient.apply(self.oriented(), self), self._parameters["bias"])
 
     @torch.compiler.disable
-    def _training_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _training_product(self, x: Tensor) -> Tensor:
         if not self.controlled:
             raise RuntimeError(
                 "a block-sparse weight is trained, but nothing prunes it: pass "
@@ -148,10 +180,10 @@ class MaskedModule(nn.Module):
             rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
             squares = torch.cat([rows.square().sum(0), rows.new_tensor([float(len(rows))])])
             self.input_squares = squares if self.input_squares is None else self.input_squares + squares
-        if self.sparse_compute and not self.wants_dense_gradient:
-            columns, pointers = self.live_columns()
-            return sparse_product(x, LiveBlocks.apply(weight, self), columns, pointers, bias, self.layout)
-        return F.linear(x, LiveGradient.apply(weight, self), bias)
+        values = self._sparse_values(x) if self.sparse_compute and not self.wants_dense_gradient else None
+        if values is None:
+            return self._dense_product(x)
+        return sparse_product(x, values, *self.live_columns(), self._parameters["bias"], self.layout)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)

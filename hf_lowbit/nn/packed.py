@@ -66,7 +66,7 @@ class PackedWeight:
         scales = (*self.experts, 1 if per_tensor else self.out_features, groups)
         tensors = {
             "": ((*self.experts, 1, self.out_features, row_bytes(self.in_features, grid)), torch.int8),
-            "_scale": (scales, scale_dtype(self.scheme.group_size)),
+            "_scale": (scales, scale_dtype(self.scheme.group_size, self.scheme.scales)),
         }
         if not self.scheme.symmetric:
             tensors["_zero_point"] = (scales, torch.int8)
@@ -98,7 +98,11 @@ def quantize_weight(weight: Tensor, packed: PackedWeight) -> dict[str, Tensor]:
     grid = grid_of(packed.scheme.bits)
     for index, matrix in enumerate(matrices):
         codes, scale, zero_point = round_to_nearest(
-            matrix, grid, packed.scheme.group_size, symmetric=packed.scheme.symmetric
+            matrix,
+            grid,
+            packed.scheme.group_size,
+            symmetric=packed.scheme.symmetric,
+            scales=packed.scheme.scales,
         )
         parts = {"": pack(codes, grid), "_scale": scale, "_zero_point": zero_point}
         for suffix, tensor in stored.items():

@@ -94,7 +94,8 @@ def _sized(target: Target, config: BlastConfig, override: dict) -> SparseTarget:
         )
     grid = -(-rows // block[0]), -(-columns // block[1])
     live = grid[1] if config.balance == "row" else grid[0] * grid[1]
-    layout = BlockLayout(target.shape, block, "dense", config.balance, live, target.transposed, config.bits)
+    layout = BlockLayout(target.shape, block, "dense", config.balance, live, target.transposed, config.bits,
+                         config.activations or "float")  # fmt: skip
     return SparseTarget(target, layout, override.get("sparsity", config.sparsity))
 
 

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from ..configs.blast import BlockLayout
-from ..functional.block_codes import quantize_blocks
-from ..functional.block_masks import clear_dead_, columns_of, live_mask
+from ..functional.block_masks import columns_of, live_mask
 from .block_sparse import SUFFIXES, BlockModule, block_tensors
 from .classes import dense_class, kind_of, lowbit_class
-from .masked import MaskedModule, gather
+from .masked import MaskedModule
+from .masked_codes import MaskedCodes, code_blocks
+from .packed import install
+from .trainable import TrainableModule, Training, hold_codes
 
 
 SparseModule = (MaskedModule, BlockModule)
@@ -41,6 +43,26 @@ def become_masked(module: nn.Module, kind: str, layout: BlockLayout, target: flo
     module.mask = torch.ones(layout.grid, dtype=torch.bool, device="cpu" if device.type == "meta" else device)
 
 
+def become_codes(
+    module: MaskedModule, bits: str | int, group_size: int | str | None, training: Training, dtype: torch.dtype
+) -> None:
+    """Let a masked layer of floats train codes of `bits` instead; its mask stays. Gradients will have `dtype`."""
+    packed, stored = code_blocks(module, bits, group_size)
+    kind, dense = kind_of(module).removeprefix("masked-"), dense_class(module)
+    module.__class__ = lowbit_class(dense, f"masked-codes-{kind}", ("weight",))
+    module.layout = replace(module.layout, bits=bits)
+    install(module, "weight", packed, stored)
+    hold_codes(module, training, dtype)
+
+
+def become_masked_codes(module: TrainableModule, layout: BlockLayout, target: float) -> None:
+    """Let a trainable low-bit layer be pruned: of a checkpoint of training. Blocks of zeros are dead."""
+    kind, dense = kind_of(module).removeprefix("trainable-"), dense_class(module)
+    module.__class__ = lowbit_class(dense, f"masked-codes-{kind}", ("weight",))
+    module.layout, module.target = layout, target
+    settle_mask(module)
+
+
 def become_empty_blocks(module: nn.Module, kind: str, layout: BlockLayout) -> None:
     """Turn a dense linear layer on the meta device into a block-sparse one, to load into."""
     dense = module._parameters["weight"]
@@ -56,19 +78,16 @@ def become_empty_blocks(module: nn.Module, kind: str, layout: BlockLayout) -> No
 
 def pack_blocks(module: MaskedModule) -> None:
     """Keep the live blocks only, in the bits that the layout says. Zeros that are dead by the mask are not stored;
-    nothing else is lost of float blocks."""
-    kind, dense = kind_of(module).removeprefix("masked-"), dense_class(module)
+    nothing else is lost of float blocks, and of codes that were trained."""
+    kind, dense = kind_of(module).removeprefix("masked-").removeprefix("codes-"), dense_class(module)
     columns, pointers = columns_of(module.mask)
     weight = module._parameters["weight"]
-    values = gather(module.oriented().detach(), columns, pointers, module.layout.block).contiguous()
+    values, scale = module.live_tensors(columns, pointers)
     balance, live = ("row", columns.shape[1]) if pointers is None else ("none", columns.shape[0])
     layout = replace(module.layout, form="blocks", balance=balance, live=live)
     _forget(module)
     module.__class__ = lowbit_class(dense, f"block-{kind}", ("weight",))
     module.layout = layout
-    scale = None
-    if layout.bits is not None:
-        values, scale = quantize_blocks(values, layout.bits)
     stored = (values, scale, columns, pointers)
     for suffix, tensor in zip(SUFFIXES, stored, strict=True):
         if tensor is not None:
@@ -116,18 +135,21 @@ def settle_mask(module: MaskedModule) -> None:
 
 def clear_module(module: MaskedModule) -> None:
     """Zero the dead blocks, in place."""
-    with torch.no_grad():
-        clear_dead_(module.oriented(), module.mask, module.layout.block)
+    module.clear()
 
 
 def current_layout(module: MaskedModule | BlockModule) -> BlockLayout:
-    """What is stored now. A masked layer is stored dense, with its number of live blocks in all."""
+    """What is stored now. A masked layer is stored dense (as numbers or as codes), with its number of live blocks in
+    all."""
     if isinstance(module, BlockModule):
         return module.layout
-    return replace(module.layout, balance="none", live=int(module.mask.sum()))
+    form = "codes" if isinstance(module, MaskedCodes) else "dense"
+    return replace(module.layout, form=form, balance="none", live=int(module.mask.sum()))
 
 
 def _forget(module: MaskedModule) -> None:
     for key in ("mask", "target", "controlled", "sparse_compute", "wants_dense_gradient", "dense_gradient",
-                "collects_inputs", "input_squares", "_columns"):  # fmt: skip
+                "collects_inputs", "input_squares", "_columns", "lowbit", "training_form", "_form"):  # fmt: skip
         module.__dict__.pop(key, None)
+    for suffix in ("_scale", "_zero_point"):
+        module._parameters.pop("weight" + suffix, None)

@@ -171,7 +171,9 @@ def forward_packed(packed: PackedWeight, training: Training) -> PackedWeight:
     if training.forward_bits is None:
         return packed
     scheme = packed.scheme
-    return replace(packed, scheme=Scheme(training.forward_bits, scheme.group_size, True, scheme.activations))
+    return replace(
+        packed, scheme=Scheme(training.forward_bits, scheme.group_size, True, scheme.activations, scheme.scales)
+    )
 
 
 def hold_codes(module: TrainableModule, training: Training, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..compression.calibrate import make_batches
+from ..compression.evaluate import labelled
 from ..compression.inspect import class_of, on_meta
 from ..compression.plan import check_size, plan, uniform
 from ..compression.report import Report, report
@@ -31,6 +32,7 @@ from ..nn.block_sparse import BlockModule
 from ..nn.packed import LowBitModule
 from ..quantizers.calibrated import tokenizer_of
 from ..quantizers.memory import quantize
+from .records import calibration_facts, module_records, name_of, protocol, stage_record
 from .store import Store, alone, fingerprint, fingerprint_of_files
 
 
@@ -65,7 +67,7 @@ class Compressed:
 def compress(
     model_or_id: nn.Module | str | os.PathLike,
     output_dir: str | os.PathLike | None = None,
-    budget: str | int | None = None,
+    budget: str | int | float | None = None,
     bits: str | int | float | None = None,
     calibration: Any = None,
     stages: tuple[str, ...] = STAGES,
@@ -79,8 +81,8 @@ def compress(
     Args:
         model_or_id: a model (it is left as it is: a copy is compressed), or the id or folder of one.
         output_dir: holds a checkpoint that loads with `from_pretrained` after every stage; None keeps nothing.
-        budget: bytes of all parameters: "60MB", "2GiB", an int, or "40%" of the dense bytes. None, with `bits` None:
-            the free memory of this machine, less keys and values of 4096 tokens.
+        budget: bytes of all parameters: "60MB", "2GiB", an int, or a share of the dense bytes, "40%" or 0.4. None,
+            with `bits` None: the free memory of this machine, less keys and values of 4096 tokens.
         bits: "ternary", 2, 3, 4 or 8 for all weights; a float is an average, scales included, which is planned.
         calibration: text, a text file, a Dataset, token tensors, chats or dicts of model inputs
             (`compression/calibrate.py`). None rounds and plans without data; block and global are then left out.
@@ -106,8 +108,13 @@ def compress(
     tokenizer = tokenizer_of(dense)
     with _same_rng(seed):
         batches = None if calibration is None else make_batches(calibration, tokenizer, dense, rows=ROWS, seed=seed)
-        scored = None if evaluation is None else _evaluation(evaluation, tokenizer, dense)
+        rows = None if evaluation is None else make_batches(evaluation, tokenizer, dense, rows=sys.maxsize)
+        scored = None if rows is None else labelled(rows, dense, tokenizer, WINDOW)
         run = _Run(model_or_id, dense, tokenizer, batches, scored, seed)
+        run.protocol = protocol(
+            None if batches is None else calibration_facts(name_of(calibration), run.training, run.held_out, seed),
+            None if rows is None else (name_of(evaluation), rows), dense, WINDOW,
+        )  # fmt: skip
         if output_dir is None:
             return run.go(stages, bits, budget, None)
         with alone(output_dir):
@@ -125,6 +132,7 @@ class _Run:
         self.low_memory = any(p.device.type == "meta" for p in dense.parameters())
         self.records: dict[str, dict] = {}
         self.notes: list[str] = []
+        self.protocol: dict = {}
 
     def identity(self) -> dict[str, str]:
         if self.low_memory:
@@ -144,25 +152,31 @@ class _Run:
             if stage in self.records:
                 continue
             if stage == "layer" and not self.low_memory:
-                self.records["dense"] = _record(self.dense, self.scored, time.perf_counter())
+                self.records["dense"] = stage_record(self.dense, self.scored, time.perf_counter())
             begin = time.perf_counter()
             if stage == "layer":
-                model, details = self._layer(bits, budget), {}
+                model = self._layer(bits, budget)
+                details = {"modules": module_records(model)}
             else:
                 details = self._refine(stage, model)
             if details is None:
                 continue
-            self.records[stage] = {**_record(model, self.scored, begin), **details}
+            self.records[stage] = {**stage_record(model, self.scored, begin), **details}
             if store is not None:
-                content = {"stages": self.records, "notes": self.notes, "report": report(model).to_dict()}
+                content = {"stages": self.records, "protocol": self.protocol, "notes": self.notes,
+                           "modules_digest": model.hf_quantizer.quantization_config.to_dict()["modules_digest"],
+                           "report": report(model).to_dict()}  # fmt: skip
                 store.save(model, self.tokenizer, self.records, content)
         folder = None if store is None else str(store.folder)
         config = model.hf_quantizer.quantization_config
         return Compressed(model, config, report(model), self.records, self.notes, folder)
 
     def _layer(self, bits, budget) -> nn.Module:
-        planned = bits is None or isinstance(bits, float)
-        config = plan(self.dense, bits, budget, self.training, self.seed) if planned else uniform(self.dense, bits)
+        if bits is None or isinstance(bits, float):
+            wishes = LowBitConfig(bits=4 if bits is None else bits, budget=budget)
+            config = plan(self.dense, wishes, self.training, self.seed)
+        else:
+            config = uniform(self.dense, bits)
         if self.low_memory:
             loaded = type(self.dense).from_pretrained(self.source, dtype="auto", quantization_config=config)
             return loaded.eval()
@@ -192,27 +206,6 @@ def _after(stage: str) -> tuple[str, ...]:
     return STAGES[STAGES.index(stage) + 1 :]
 
 
-def _record(model: nn.Module, scored: list[dict] | None, begin: float) -> dict:
-    """Figures of a model that took the time since `begin` to make."""
-    from ..compression.evaluate import evaluate
-
-    seconds = time.perf_counter() - begin
-    found = None if scored is None else evaluate(model, scored)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"metric": found and found.metric, "value": found and found.value, "tokens": found and found.count,
-            "bytes": size, "seconds": round(seconds, 1), "peak_bytes": _peak()}  # fmt: skip
-
-
-def _peak() -> int | None:
-    """Largest resident size of this process so far, bytes; None where the system doesn't say."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found if sys.platform == "darwin" else found * 1024
-
-
 def _split(batches: list[dict] | None) -> tuple[list[dict] | None, list[dict] | None]:
     if batches is None or len(batches) < 2:
         return batches, None
@@ -237,13 +230,6 @@ def _load(model_or_id) -> nn.Module:
     if not isinstance(model_or_id, (str, os.PathLike)):
         raise TypeError(f"`model_or_id` must be a model, a model id or a folder, got {type(model_or_id).__name__}.")
     return class_of(model_or_id)[0].from_pretrained(model_or_id, dtype="auto").eval()
-
-
-def _evaluation(data: Any, tokenizer, model: nn.Module) -> list[dict]:
-    """Rows with labels: those that `data` has, or made of plain token ids, as the model's kind asks for."""
-    from ..compression.evaluate import labelled
-
-    return labelled(make_batches(data, tokenizer, model, rows=sys.maxsize), model, tokenizer, WINDOW)
 
 
 def _check_low_memory(model_or_id, budget, bits, calibration, stages) -> None:

@@ -1,4 +1,5 @@
-"""`method="gptq"`: what from_pretrained and `quantize` do alike, calling the engine in `compression`."""
+"""What needs the dense model as a whole, GPTQ and plans: what from_pretrained and `quantize` do alike, calling the
+engine in `compression`."""
 
 from __future__ import annotations
 
@@ -9,15 +10,22 @@ from torch import Tensor, nn
 
 from ..compression.calibrate import make_batches
 from ..configs.lowbit import LowBitConfig
+from ..nn.swap import check_finite, convert
+from ..nn.targets import Target, find_targets
+
+
+def needs_dense(config: LowBitConfig) -> bool:
+    """Whether weights can't be rounded one by one as they are read."""
+    return config.is_planned or config.method != "rtn"
 
 
 def calibration_batches(model: nn.Module, config: LowBitConfig) -> list[dict[str, Tensor]] | None:
-    """The batches of `config.calibration` for `model`; None for methods without data.
+    """The batches of `config.calibration` for `model`; None where none is needed and none is given.
 
     Text is read by the tokenizer beside the model (`name_or_path`). Raises ValueError when there is no data, or when
     it can't be used.
     """
-    if config.method == "rtn":
+    if not needs_dense(config) or (config.method == "rtn" and config.calibration is None):
         return None
     if config.calibration is None:
         raise ValueError(
@@ -27,6 +35,39 @@ def calibration_batches(model: nn.Module, config: LowBitConfig) -> list[dict[str
     # from_pretrained builds the model with meta as the default device
     with torch.device("cpu"):
         return make_batches(config.calibration, tokenizer_of(model), model)
+
+
+def check_plan(model: nn.Module, config: LowBitConfig) -> None:
+    """Raise ValueError where the size that is to be planned is impossible; needs no weights."""
+    if config.is_planned:
+        from ..compression.plan import find_frame
+
+        find_frame(model, config)
+
+
+def convert_dense(
+    model: nn.Module, config: LowBitConfig, batches: list[dict[str, Tensor]] | None
+) -> tuple[LowBitConfig, list[Target]]:
+    """Convert a dense model in place by `config`: plan first where a size is asked for, then round with or without
+    data. Returns the config without plan and data, and what was converted. Records of rounding with data stay on the
+    model, as `model.lowbit_records`.
+
+    Raises ValueError, before anything is changed, for weights with NaN or infinity and for a size that nothing fits.
+    """
+    if config.is_planned:
+        from ..compression.plan import plan
+
+        config = plan(model, config, batches)
+    config.calibration = None
+    targets = [target for target in find_targets(model, config) if target.packed is not None]
+    if config.method == "rtn":
+        convert(targets)
+    else:
+        from ..compression.layer_stage import quantize_layers
+
+        check_finite(targets)
+        model.lowbit_records = quantize_layers(model, targets, batches)
+    return config, targets
 
 
 def tokenizer_of(model: nn.Module) -> Any:
@@ -43,10 +84,3 @@ def tokenizer_of(model: nn.Module) -> Any:
     except (OSError, ValueError, KeyError):
         # models of images or sound have none; text without one is refused in a sentence
         return None
-
-
-def convert_calibrated(model: nn.Module, targets: list, batches: list[dict[str, Tensor]]) -> None:
-    """Convert `targets` in place and leave a record of each on the model, as `model.lowbit_records`."""
-    from ..compression.layer_stage import quantize_layers
-
-    model.lowbit_records = quantize_layers(model, targets, batches)

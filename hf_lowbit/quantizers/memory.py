@@ -13,11 +13,11 @@ from ..configs.lowbit import LowBitConfig
 from ..nn.arming import trainable_modules
 from ..nn.packed import LowBitModule
 from ..nn.sparsify import masked_modules, sparse_modules
-from ..nn.swap import check_finite, convert, flatten_head
-from ..nn.targets import find_targets
-from .calibrated import calibration_batches, convert_calibrated
+from ..nn.swap import flatten_head
+from .calibrated import calibration_batches, check_plan, convert_dense
 from .quantizer import LowBitQuantizer
 from .sparse import BlastQuantizer, prune_further, prune_once
+from .sparse_direct import start_direct
 from .transitions import settle
 
 
@@ -34,8 +34,9 @@ def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
 
     Raises:
         TypeError: for another model or config type.
-        ValueError: when the model is already quantized, a pattern matches nothing, nothing can be converted, or a
-            weight holds NaN or infinity (named; the model is then unchanged).
+        ValueError: when the model is already quantized, a pattern matches nothing, nothing can be converted, nothing
+            fits a planned size (the smallest is named), or a weight holds NaN or infinity (named; the model is then
+            unchanged).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch module, got {type(model).__name__}.")
@@ -57,15 +58,10 @@ def quantize(model: nn.Module, config: LowBitConfig | Mapping) -> nn.Module:
     missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
         raise ValueError(f"`{missing[0]}` is on the meta device: load or initialize the weights first.")
-    targets = [target for target in find_targets(model, config) if target.packed is not None]
+    check_plan(model, config)
     batches = calibration_batches(model, config)
     quantizer = LowBitQuantizer(config, pre_quantized=False)
-    quantizer.quantization_config.calibration = None
-    if batches is None:
-        convert(targets)
-    else:
-        check_finite(targets)
-        convert_calibrated(model, targets, batches)
+    quantizer.quantization_config, targets = convert_dense(model, quantizer.quantization_config, batches)
     flatten_head(model)
     quantizer.make_trainable(model)
     quantizer.attach(model, targets)
@@ -94,6 +90,7 @@ def _sparsify(model: nn.Module, config: BlastConfig) -> nn.Module:
     if config.one_shot:
         for _, module in masked_modules(model):
             prune_once(module)
+    start_direct(model, quantizer.quantization_config)
     quantizer.attach(model, [])
     return model
 

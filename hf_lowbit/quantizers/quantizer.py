@@ -15,14 +15,15 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
+from ..configs.dqt import DQTConfig
 from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
 from ..nn.arming import arm, disarm
 from ..nn.packed import LowBitModule
-from ..nn.swap import check_finite, flatten_head, prepare, quantize, restore_dense
+from ..nn.swap import flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
 from ..nn.trainable import Training
 from .accounting import install_accounting
-from .calibrated import calibration_batches, convert_calibrated
+from .calibrated import calibration_batches, check_plan, convert_dense, needs_dense
 from .checkpoint import check_loaded, check_shapes, check_stored, naming_conflict, recorded_targets
 from .on_the_fly import QuantizeOp
 from .ownership import own_config
@@ -57,8 +58,8 @@ class LowBitQuantizer(HfQuantizer):
         # layers whose weights can't be rounded, and why; transformers would hide an exception raised while loading
         self._failures: dict[str, str] = {}
         self._freeze = False
-        # of a calibrated method: what is converted once the dense model is there, and the data
-        self._calibrated: list[Target] = []
+        # of what needs the dense model: whether it is converted once it is there, and the data
+        self._late = False
         self._batches: list[dict] | None = None
         if self.pre_quantized:
             self.quantization_config, self._freeze = settle(self.quantization_config)
@@ -110,10 +111,11 @@ class LowBitQuantizer(HfQuantizer):
             check_stored(model, targets, checkpoint_files)
         else:
             targets = [target for target in find_targets(model, self.quantization_config) if target.packed is not None]
+            check_plan(model, self.quantization_config)
+            self._late = needs_dense(self.quantization_config)
             self._batches = calibration_batches(model, self.quantization_config)
-        if self._batches is not None:
-            # statistics need the dense model: it is loaded as it is, and converted block by block afterwards
-            self._calibrated = targets
+        if self._late:
+            # statistics and plans need the dense model: it is loaded as it is, and converted afterwards
             self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
             return model
         self._targets = {target.parameter_name: target for target in targets}
@@ -129,8 +131,8 @@ class LowBitQuantizer(HfQuantizer):
         for target in self._targets.values():
             self._finish(target)
         check_loaded(self._targets.values())
-        if self._batches is not None:
-            self._convert_calibrated(model)
+        if self._late:
+            self._convert_late(model)
         self._targets, self._shapes = {}, {}
         self.make_trainable(model)
         self.record(model)
@@ -144,11 +146,11 @@ class LowBitQuantizer(HfQuantizer):
             self.tag(model)
         return model
 
-    def _convert_calibrated(self, model) -> None:
-        check_finite(self._calibrated)
-        convert_calibrated(model, self._calibrated, self._batches)
-        self._tie_companions(model, {target.parameter_name: target for target in self._calibrated})
-        self._calibrated, self._batches, self.quantization_config.calibration = [], None, None
+    def _convert_late(self, model) -> None:
+        config, targets = convert_dense(model, self.quantization_config, self._batches)
+        self.quantization_config, self._batches, self._late = config, None, False
+        self.postprocess_config(model)
+        self._tie_companions(model, {target.parameter_name: target for target in targets})
 
     def _finish(self, target: Target) -> None:
         """A weight that the checkpoint did not have was initialized dense by transformers: round it like the
@@ -167,8 +169,7 @@ class LowBitQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.training is None:
             return
-        dtype = getattr(torch, config.grad_dtype) if config.grad_dtype else _compute_dtype(model)
-        armed = arm(model, Training(config.forward_bits, config.scale == "learned"), dtype)
+        armed = arm_codes(model, config)
         if not armed:
             raise ValueError(
                 f"no low-bit weight of {type(model).__name__} can be trained directly: they are embeddings, fused "
@@ -289,6 +290,12 @@ def record_modules(model, config: LowBitConfig) -> None:
     config.shapes = {key: packed.shape for key, packed in found.items()}
 
 
-def _compute_dtype(model) -> torch.dtype:
-    """The model's dtype, or torch's default for a module without floating parameters."""
-    return getattr(model, "dtype", None) or torch.get_default_dtype()
+def arm_codes(model, config: DQTConfig) -> list[str]:
+    """Make the low-bit linear weights of a model trainable as `config` says. Returns the names."""
+    return arm(model, Training(config.forward_bits, config.scale == "learned"), gradient_dtype(model, config))
+
+
+def gradient_dtype(model, config: DQTConfig) -> torch.dtype:
+    """Of the gradients of codes: the config's, the model's, or torch's default where nothing is floating."""
+    own = getattr(torch, config.grad_dtype) if config.grad_dtype else getattr(model, "dtype", None)
+    return own or torch.get_default_dtype()

@@ -1,8 +1,7 @@
-"""`resize_token_embeddings` and tying on low-bit tables.
+"""`resize_token_embeddings` on low-bit tables, and the bias of a low-bit output layer that is tied to one.
 
 transformers reads the vocabulary size off `weight.shape`, which packed weights do not have. So the tables become dense
-for the resize and are packed again with their scheme; rows that were there before keep their codes. Tying, which fits
-the bias of the output layer to that shape, leaves the bias of a low-bit one alone.
+for the resize and are packed again with their scheme; rows that were there before keep their codes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..nn.targets import Target, candidates
 
 
 def install_resize() -> None:
-    """Wrap `resize_token_embeddings` and `_adjust_bias` of `PreTrainedModel`; calling it again changes nothing."""
+    """Wrap `PreTrainedModel.resize_token_embeddings`; calling it again changes nothing."""
     plain = PreTrainedModel.resize_token_embeddings
     if getattr(plain, "_hf_lowbit", False):
         return
@@ -41,14 +40,17 @@ def install_resize() -> None:
 
     resize_token_embeddings._hf_lowbit = True
     PreTrainedModel.resize_token_embeddings = resize_token_embeddings
-    adjust = PreTrainedModel._adjust_bias
+    adjust = getattr(PreTrainedModel, "_adjust_bias", None)
+    if adjust is None:
+        return
 
     @wraps(adjust)
-    def adjust_bias(self, output_embeddings, input_embeddings):
+    def _adjust_bias(self, output_embeddings, input_embeddings):
+        # transformers fits the bias of a tied output layer to `weight.shape[0]`, which is 1 for packed weights
         if not isinstance(output_embeddings, LowBitModule):
             adjust(self, output_embeddings, input_embeddings)
 
-    PreTrainedModel._adjust_bias = adjust_bias
+    PreTrainedModel._adjust_bias = _adjust_bias
 
 
 def _module(model: PreTrainedModel, key: str) -> nn.Module:

@@ -34,10 +34,11 @@ from ..nn.sparsify import (
     unpack_blocks,
 )
 from ..nn.swap import convert, flatten_head, prepare
-from ..nn.targets import Target, find_targets
+from ..nn.targets import Target
 from .checkpoint import check_loaded, check_shapes, check_stored, recorded_targets
 from .quantizer import LowBitQuantizer, record_modules, refuse_parallel
 from .sparse_checkpoint import check_blocks, check_stored_blocks, recorded_layouts
+from .sparse_direct import continue_direct, end_direct, rest_targets, start_direct
 
 
 class BlastQuantizer(LowBitQuantizer):
@@ -60,14 +61,12 @@ class BlastQuantizer(LowBitQuantizer):
             check_stored_blocks(model, targets, checkpoint_files)
             self._load_rest(model, targets, checkpoint_files)
             for target, layout in targets:
+                if layout.form == "codes":
+                    continue
                 if layout.form == "blocks":
                     become_empty_blocks(target.module, target.kind, layout)
                 else:
-                    # stored with its number of live blocks; how they are balanced is the config's
-                    balance = self.quantization_config.balance
-                    whole = layout.grid[1] if balance == "row" else layout.blocks
-                    layout = replace(layout, balance=balance, live=whole)
-                    become_masked(target.module, target.kind, layout, self._target_sparsity(target.name))
+                    become_masked(target.module, target.kind, *self._aim(target.name, layout))
         else:
             self.arm(model)
         self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in self._targets}
@@ -79,7 +78,7 @@ class BlastQuantizer(LowBitQuantizer):
         if rest is None or not rest.is_resolved:
             return
         targets = recorded_targets(model, rest)
-        check_stored(model, targets, files, [target.parameter_name for target, _ in blocks])
+        check_stored(model, targets, files, [t.parameter_name for t, layout in blocks if layout.form != "codes"])
         self._targets = {target.parameter_name: target for target in targets}
         prepare(targets, load_packed=True, device="meta")
         self._tie_companions(model, self._targets)
@@ -92,6 +91,8 @@ class BlastQuantizer(LowBitQuantizer):
         if self._targets:
             flatten_head(model)
         self._targets, self._shapes = {}, {}
+        if self.pre_quantized:
+            continue_direct(model, self.quantization_config, self._aim)
         check_blocks(model)
         asked = getattr(self.quantization_config, "requested", {}).get("sparse")
         for name, module in list(sparse_modules(model)):
@@ -110,6 +111,8 @@ class BlastQuantizer(LowBitQuantizer):
             module._is_hf_initialized = True
         if asked is not None and not self.quantization_config.dequantize:
             self.quantization_config = _continued(self.quantization_config, asked)
+        if not self.pre_quantized:
+            start_direct(model, self.quantization_config)
         model._weight_conversions = []
         if self.quantization_config.dequantize:
             self._dequantize(model, None)
@@ -126,15 +129,17 @@ class BlastQuantizer(LowBitQuantizer):
             become_masked(found.target.module, found.target.kind, found.layout, found.sparsity)
         if self.quantization_config.rest is not None:
             # a pattern that matches nothing is an error now, and not after training
-            find_targets(model, self.quantization_config.rest)
+            rest_targets(model, self.quantization_config)
 
     def pack(self, model) -> None:
         """Keep live blocks only, in their bits, and round the rest: training has ended."""
         for _, module in masked_modules(model):
             pack_blocks(module)
         rest = self.quantization_config.rest
-        if rest is not None and not rest.is_resolved:
-            targets = [target for target in find_targets(model, rest) if target.packed is not None]
+        if rest is not None and rest.training is not None:
+            self.quantization_config.rest = end_direct(model, rest)
+        elif rest is not None and not rest.is_resolved:
+            targets = rest_targets(model, self.quantization_config)
             convert(targets)
             flatten_head(model)
             self._tie_companions(model, {target.parameter_name: target for target in targets})
@@ -147,9 +152,13 @@ class BlastQuantizer(LowBitQuantizer):
         if config.rest is not None and any(isinstance(module, LowBitModule) for module in model.modules()):
             record_modules(model, config.rest)
 
-    def _target_sparsity(self, name: str) -> float:
+    def _aim(self, name: str, layout: BlockLayout) -> tuple[BlockLayout, float]:
+        """How a layer that is stored dense goes on: its layout (a file says how many blocks live, how they are
+        balanced is the config's) and its target."""
         config = self.quantization_config
-        return config.overrides.get(first_match(config.overrides, name), {}).get("sparsity", config.sparsity)
+        whole = layout.grid[1] if config.balance == "row" else layout.blocks
+        target = config.overrides.get(first_match(config.overrides, name), {}).get("sparsity", config.sparsity)
+        return replace(layout, balance=config.balance, live=whole), target
 
     def _tags(self) -> list[str]:
         return ["hf_lowbit", "block-sparse"]
@@ -181,7 +190,7 @@ class BlastQuantizer(LowBitQuantizer):
             layout.form == "blocks" and layout.bits is not None for layout in self.quantization_config.layouts.values()
         )
         rest = self.quantization_config.rest
-        return not rounded and (rest is None or not rest.is_resolved)
+        return not rounded and (rest is None or rest.training is not None or not rest.is_resolved)
 
 
 def quantizer_for(quantization_config: LowBitConfig, **kwargs) -> LowBitQuantizer:

@@ -48,6 +48,9 @@ def check_stored_blocks(model: nn.Module, targets: list[tuple[Target, BlockLayou
         stored |= _headers(str(file))
     problems = []
     for target, layout in targets if stored else ():
+        if layout.form == "codes":
+            # listed among the low-bit layers too, and checked with them
+            continue
         dense = {"": (layout.shape, None)}
         for suffix, (shape, dtype) in (block_tensors(layout) if layout.form == "blocks" else dense).items():
             name = target.parameter_name + suffix

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..configs.blast import kept_blocks
 from ..functional.block_masks import block_scores, block_view, prune_and_grow
 from ..nn.masked import MaskedModule
+from ..nn.masked_codes import MaskedCodes
 from ..nn.sparsify import clear_module, masked_modules
 from .schedule import Schedule
 
@@ -162,8 +163,15 @@ class BlockPruner:
 
 
 def reset_blocks(optimizer: torch.optim.Optimizer, module: MaskedModule, changed: Tensor) -> None:
-    """Zero the optimizer's state of the blocks in `changed` [NB, KB]."""
-    weight = module._parameters["weight"]
+    """Zero the state of the blocks in `changed` [NB, KB]: the optimizer's, and that of direct updates."""
+    weight, layout = module._parameters["weight"], module.layout
+    direct = getattr(getattr(optimizer, "_hf_lowbit_callback", optimizer), "updater", None)
+    if direct is not None:
+        rows = changed.repeat_interleave(layout.block[0], 0)[: layout.out_features]
+        where = rows.repeat_interleave(layout.block[1], 1)[:, : layout.in_features]
+        direct.forget(weight, where.t() if layout.transposed else where)
+        if isinstance(module, MaskedCodes):
+            direct.forget(module._parameters["weight_scale"], rows)
     for tensor in optimizer.state.get(weight, {}).values():
         if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
             oriented = tensor.t() if module.layout.transposed else tensor

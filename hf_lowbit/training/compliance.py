@@ -20,7 +20,9 @@ from typing import NamedTuple
 import yaml
 
 
-RULESET = "6.1.0"
+# usage -> its newest rules: those of MLPerf Training, and of MLPerf HPC, which know staging
+RULESETS = {"training": "6.1.0", "hpc": "3.0.0"}
+RULESET = RULESETS["training"]
 # what `open_<benchmark>.yaml` is for MLPerf's own
 BENCHMARK_RULES = """
 - KEY:
@@ -43,15 +45,18 @@ class Verdict(NamedTuple):
     output: str
 
 
-def official_rules(ruleset: str = RULESET) -> Path:
-    """The folder of the installed checker's training rules. Raises ImportError or ValueError."""
+def official_rules(ruleset: str | None = None, usage: str = "training") -> Path:
+    """The folder of the installed checker's rules, by default the newest. Raises ImportError or ValueError."""
+    if usage not in RULESETS:
+        raise ValueError(f"`usage`={usage!r} must be one of {', '.join(RULESETS)}.")
+    ruleset = ruleset or RULESETS[usage]
     spec = find_spec("mlperf_logging")
     if spec is None:
         raise ImportError("the checker is the package mlperf-logging: `pip install 'hf_lowbit[mlperf]'`.")
     checker = Path(spec.submodule_search_locations[0]) / "compliance_checker"
-    folder = checker / f"training_{ruleset}"
+    folder = checker / f"{usage}_{ruleset}"
     if not (folder / "common.yaml").exists():
-        known = sorted(path.name.removeprefix("training_") for path in checker.glob("training_?.?.?"))
+        known = sorted(path.name.removeprefix(f"{usage}_") for path in checker.glob(f"{usage}_?.?.?"))
         raise ValueError(f"`ruleset`={ruleset!r} is not in the installed mlperf-logging; it has {', '.join(known)}.")
     return folder
 
@@ -62,20 +67,22 @@ def derive_rules(
     target: float | None = None,
     greater_is_better: bool = False,
     precisions: tuple[str, ...] = (),
-    ruleset: str = RULESET,
+    ruleset: str | None = None,
+    usage: str = "training",
 ) -> Path:
     """Write rules for `benchmark` into `folder`: the official ones, with this benchmark's in place of theirs.
 
     Args:
         target: require one evaluation that reaches it; None requires an evaluation.
         precisions: words allowed beside the official ones, such as ("ternary",).
+        ruleset, usage: of which rules, default the newest of MLPerf Training; usage "hpc" is MLPerf HPC.
 
     Returns:
         the file to give the checker.
     """
     folder = Path(folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    rules = yaml.load((official_rules(ruleset) / "common.yaml").read_text(), Loader=yaml.BaseLoader)
+    rules = yaml.load((official_rules(ruleset, usage) / "common.yaml").read_text(), Loader=yaml.BaseLoader)
     own = folder / f"{benchmark}.yaml"
     replaced = 0
     for record in rules:
@@ -87,7 +94,9 @@ def derive_rules(
         elif key.get("NAME", "").startswith("lowest_numerical_precision_in") and precisions:
             key["CHECK"] = f" ({key['CHECK'].strip()}) or v['value'] in {list(precisions)!r} "
     if replaced != 1:
-        raise ValueError(f"rules {ruleset} have no `submission_division` to hang a benchmark on; use {RULESET}.")
+        raise ValueError(
+            f"rules {ruleset} have no `submission_division` to hang a benchmark on; use {RULESETS[usage]}."
+        )
     compare = ">=" if greater_is_better else "<="
     wanted = "" if target is None else f"    ATLEAST_ONE_CHECK: \"v['value'] {compare} {float(target)!r}\"\n"
     own.write_text(BENCHMARK_RULES.format(benchmark=benchmark, target=wanted))
@@ -96,12 +105,15 @@ def derive_rules(
     return common
 
 
-def check_log(path: str | Path, rules: str | Path | None = None, ruleset: str = RULESET) -> Verdict:
+def check_log(
+    path: str | Path, rules: str | Path | None = None, ruleset: str | None = None, usage: str = "training"
+) -> Verdict:
     """The official checker's verdict, warnings counting as errors. `rules`: from `derive_rules`; None: the official
-    ones, which know MLPerf's benchmarks only."""
-    official_rules(ruleset)
+    ones, which know MLPerf's benchmarks only. `ruleset`, `usage`: as for `derive_rules`."""
+    ruleset = ruleset or RULESETS.get(usage)
+    official_rules(ruleset, usage)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training"]
+        command = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", usage]
         command += ["--ruleset", ruleset, "--werror", "--log_output", str(Path(folder) / "checker.log")]
         command += ["--config", str(Path(rules).resolve())] if rules is not None else []
         result = subprocess.run([*command, str(Path(path).resolve())], capture_output=True, text=True)

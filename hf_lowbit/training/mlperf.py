@@ -193,6 +193,9 @@ class MLPerfCallback(TrainerCallback):
             # a stream: every batch is whole
             steps = None
         self._steps_per_epoch = max(steps, 1) if steps else None
+        # of a block; a stream is one epoch to the Trainer
+        by_steps = str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps"
+        self._epoch_count = state.eval_steps / (self._steps_per_epoch or state.max_steps) if by_steps else 1
 
     def _samples(self, state) -> int:
         """Trained on so far; the last batch of an epoch may be smaller."""
@@ -234,11 +237,13 @@ class MLPerfCallback(TrainerCallback):
 
     def _start_block(self, state) -> None:
         self._in_block = True
-        self._write("block_start", samples_count=self._samples(state))
+        self._first_epoch = math.floor(state.epoch or 0) + 1
+        epochs = {"first_epoch_num": self._first_epoch, "epoch_count": self._epoch_count}
+        self._write("block_start", samples_count=self._samples(state), **epochs)
 
     def _stop_block(self, state) -> None:
         self._in_block = False
-        self._write("block_stop", samples_count=self._samples(state))
+        self._write("block_stop", samples_count=self._samples(state), first_epoch_num=self._first_epoch)
 
     def _start_evaluation(self, state) -> None:
         if self._running and not self._evaluating:

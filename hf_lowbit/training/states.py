@@ -9,6 +9,7 @@ Reading gives float32, writing rounds stochastically, with noise that belongs to
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..functional import moments as formats
@@ -74,6 +75,17 @@ class States:
             else:
                 codes, base = formats.encode(value, words, self.bits, signed)
                 self.tensors[name][rows], self.tensors[f"{name}_base"][rows] = codes, base
+
+    def clear(self, where: Tensor) -> None:
+        """Forget the moments of the elements in `where` (bool [R, K]): zero, or the smallest number a format has.
+        Vectors, which many elements share, stay."""
+        for name in self.rule.moments:
+            tensor = self.tensors[name]
+            if self.bits != 4:
+                tensor.masked_fill_(where, 0)
+                continue
+            where = F.pad(where, (0, where.shape[1] % 2))
+            tensor &= torch.where(where[:, 0::2], 0xF0, 0xFF) & torch.where(where[:, 1::2], 0x0F, 0xFF)
 
     def _empty(self, rows: int, columns: int, device) -> dict:
         tensors: dict = {"t": 0}

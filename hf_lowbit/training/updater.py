@@ -155,6 +155,14 @@ class Updater:
             self.state["weights"][leaf.name] = made.tensors
         return self._states[leaf.name]
 
+    def forget(self, parameter: Tensor, where: Tensor) -> None:
+        """Zero the moments of the elements in `where` (bool, of the parameter's shape); a parameter that is not
+        trained here, or has no moments yet, is left alone."""
+        for leaf in self.leaves.values():
+            if leaf.parameter is parameter and leaf.name in self.state["weights"]:
+                transposed = isinstance(leaf, CodesLeaf) and leaf.packed.transposed
+                self.states(leaf).clear(where.t() if transposed else where)
+
     def load(self, state: dict) -> None:
         """Continue from a saved `state`. Raises ValueError when it is of another optimizer or another model."""
         if state.get("optimizer") != self.state["optimizer"]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hf_lowbit as lb
+from hf_lowbit.compression.calls import first
 from hf_lowbit.compression.chains import find_chains, record
 from hf_lowbit.compression.layer_stage import quantize_layers
 from hf_lowbit.nn.targets import find_targets
@@ -64,6 +65,25 @@ def test_blocks_are_entered_again(row_id):
     with torch.no_grad():
         chains = find_chains(model)
         assert chains and all(record(model, chain, batches_of(row)) for chain in chains)
+
+
+@pytest.mark.parametrize("row_id", ["llama", "gpt2", "gemma3", "t5-gated"])
+def test_what_is_recorded_of_further_batches_gives_their_outputs(row_id):
+    row = BY_ID[row_id]
+    model = row.build().eval()
+    other = {k: v.flip(-1) for k, v in row.inputs.items()}
+    with torch.no_grad():
+        for chain in find_chains(model):
+            seen = []
+            last = chain.blocks[-1][1]
+            handle = last.register_forward_hook(lambda m, a, o, seen=seen: seen.append(first(o)))
+            model(**other)
+            handle.remove()
+            recording = record(model, chain, [dict(row.inputs), other])[1]
+            hidden = recording.hidden
+            for index, (_, block) in enumerate(chain.blocks):
+                hidden = recording.enter(index, block, hidden)
+            torch.testing.assert_close(hidden, seen[0])
 
 
 @pytest.mark.parametrize("row_id", ["llama", "gpt2", "bert-masked-lm"])

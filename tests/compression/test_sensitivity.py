@@ -56,7 +56,7 @@ def test_costs_order_schemes_and_weights_as_the_divergence_does():
         dense = model(data).logits.log_softmax(-1)
     predicted, real = [], []
     for target in targets:
-        for option in options(target, candidates(64, (2, 4)), importance[target.name]):
+        for option in options(target, candidates(64, bits=(2, 4)), importance[target.name]):
             kept = target.module.weight.detach().clone()
             with torch.no_grad():
                 target.module.weight.copy_(_rounded(kept, PackedWeight(option.scheme, tuple(kept.shape))))

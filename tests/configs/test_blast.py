@@ -36,7 +36,6 @@ def test_sparsity_outside_the_unit_interval(sparsity):
         pytest.param({"bits": 2}, ValueError, "`bits`=2 is not supported for live blocks", id="bits"),
         pytest.param({"bits": 4.0}, ValueError, "`bits`=4.0 is not supported for live blocks", id="float-bits"),
         pytest.param({"rest": 8}, TypeError, "`rest` must be a LowBitConfig", id="rest"),
-        pytest.param({"rest": lb.DQTConfig()}, NotImplementedError, "`rest`=DQTConfig", id="rest-trained"),
         pytest.param({"rest": lb.BlastConfig()}, ValueError, "`rest` says", id="rest-sparse"),
         pytest.param({"sparsty": 0.5}, TypeError, "did you mean `sparsity`", id="typo"),
     ],

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from hf_lowbit import LowBitConfig, Scheme
+from hf_lowbit import BlastConfig, DQTConfig, LowBitConfig, Scheme
 
 
 def test_defaults():
@@ -33,7 +33,10 @@ WRONG = [
     pytest.param({"symmetric": 0}, TypeError, ["`symmetric`=0", "True, False or None"], id="symmetric"),
     pytest.param({"activations": torch.int8}, ValueError, ["`activations`", "['float', 'int8']"], id="activations"),
     pytest.param({"method": "awq"}, ValueError, ["`method`='awq'", "['rtn', 'gptq']"], id="method"),
-    pytest.param({"method": None}, ValueError, ["`method`=None", "['rtn', 'gptq']"], id="method-none"),
+    pytest.param({"bits": float("nan")}, ValueError, ["`bits`=nan", "between 2 and 8"], id="bits-nan"),
+    pytest.param({"bits": 1.5}, ValueError, ["`bits`=1.5", "between 2 and 8"], id="bits-small"),
+    pytest.param({"budget": 0}, ValueError, ["`budget`=0", "positive"], id="budget-zero"),
+    pytest.param({"budget": [1]}, TypeError, ["`budget`=[1]", "60MB"], id="budget-list"),
     pytest.param({"modules": ["up_proj"]}, TypeError, ["`modules`", "dict of name to Scheme", "list"], id="modules"),
     pytest.param({"modules": {"": Scheme()}}, TypeError, ["`modules`", "''", "names"], id="modules-empty-name"),
     pytest.param({"modules": {3: Scheme()}}, TypeError, ["`modules`", "key 3", "names"], id="modules-number"),
@@ -85,19 +88,36 @@ def test_a_wrong_value_is_named_with_what_is_allowed(fields, error, parts):
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        pytest.param({"bits": 3.2}, "`bits`=3.2", id="planned-average"),
-        pytest.param({"bits": 4.0}, "`bits`=4.0", id="whole-average"),
-        pytest.param({"budget": "60MB"}, "`budget`='60MB'", id="budget"),
-        pytest.param({"budget": 0}, "`budget`=0", id="budget-zero"),
-    ],
-)
-def test_what_is_planned_names_the_call_that_plans(fields, part):
-    with pytest.raises(NotImplementedError, match=r"hf_lowbit\.compress\(model") as caught:
+@pytest.mark.parametrize("fields", [{"bits": 3.2}, {"bits": 4.0}, {"budget": "60MB"}, {"budget": 0.25}], ids=str)
+def test_a_planned_size_is_kept_until_there_is_a_plan(fields):
+    config = LowBitConfig(**fields)
+    assert config.is_planned and not config.is_resolved
+    assert LowBitConfig.from_dict(config.to_dict()) == config
+    assert config.to_dict().items() >= fields.items()
+    assert not LowBitConfig(bits=4).is_planned
+
+
+@pytest.mark.parametrize("fields", [{"bits": 3, "budget": "60MB"}, {"bits": 4.0, "budget": "60MB"}], ids=str)
+def test_bits_and_budget_both_say_how_large(fields):
+    with pytest.raises(ValueError, match="both say how large"):
         LowBitConfig(**fields)
-    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [DQTConfig, BlastConfig])
+@pytest.mark.parametrize("field", ["budget", "calibration"])
+def test_other_configs_have_no_plan_and_no_data(kind, field):
+    with pytest.raises(TypeError, match=f"no field `{field}`"):
+        kind(**{field: "60MB"})
+
+
+def test_the_method_follows_the_data():
+    assert LowBitConfig(calibration=["text"]).method == "gptq"
+    assert LowBitConfig(bits=3.2, calibration=["text"]).method == "gptq"
+    assert LowBitConfig(bits=3.2).method == "rtn"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # the plan uses the data, the rounding does not
+        assert LowBitConfig(bits=3.2, method="rtn", calibration=["text"]).method == "rtn"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +166,7 @@ def test_another_quant_method_is_refused():
 
 def test_calibration_that_is_not_used_warns():
     with pytest.warns(UserWarning, match="`calibration` is not used"):
-        LowBitConfig(calibration=["text"])
+        LowBitConfig(method="rtn", calibration=["text"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LowBitConfig()

@@ -61,7 +61,7 @@ def test_nothing_but_json_types(config):
 def config_with_objects():
     """A config that has been handed what JSON can't hold."""
     with pytest.warns(UserWarning, match="calibration"):
-        config = LowBitConfig(calibration=[torch.ones(2)])
+        config = LowBitConfig(method="rtn", calibration=[torch.ones(2)])
     config.requested = {"dtype": torch.bfloat16}
     config.compute_dtype = torch.bfloat16
     return config

@@ -24,6 +24,7 @@ LAYERS = (
     ("quantizers",),
     ("pipeline",),
     ("exports", "hub"),
+    ("imports",),
     ("cli", "registration"),
 )
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}

@@ -166,7 +166,7 @@ def test_a_run_killed_between_two_renames_is_recovered(tmp_path):
         ({"bits": 4, "budget": "1MB"}, "both say how large"),
         ({"bits": 5}, "`bits`=5"),
         ({"bits": 1.2}, "`bits`=1.2"),
-        ({"bits": 2.05}, "impossible: with scales the smallest plan has"),
+        ({"bits": 2.05}, "impossible: with scales in groups of 64 the smallest plan has"),
         ({"budget": "1%"}, "impossible: the smallest plan takes"),
         ({"bits": 4, "stages": ("block",)}, "must begin with"),
         ({"bits": 4, "stages": ("layer", "global", "block")}, "keep the order"),

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
+from hf_lowbit import DQTCallback
 from hf_lowbit.nn.sparsify import sparse_modules
-from tests.sparsity.runs import Watch, callback, model, snapshot
+from tests.sparsity.runs import DIRECT, Watch, WatchCodes, callback, model, snapshot
 from tests.training.runs import Sentences, arguments
 
 
@@ -21,12 +22,13 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=int(rank), world_size=int(world))
     results = {}
-    for score, compute in (("fro", "auto"), ("act", "sparse")):
-        made, watch = model(), Watch()
+    for score, compute, fields in (("fro", "auto", {}), ("act", "sparse", {}), ("l1", "auto", DIRECT)):
+        made, watch = model(**fields), WatchCodes() if fields else Watch()
+        direct = [DQTCallback()] if fields else []
         # other data on each process
         trainer = Trainer(
             model=made, args=arguments(folder, max_steps=16, per_device_train_batch_size=2, weight_decay=0.1),
-            train_dataset=Sentences(int(rank)), callbacks=[callback(score=score, compute=compute), watch],
+            train_dataset=Sentences(int(rank)), callbacks=[callback(score=score, compute=compute), *direct, watch],
         )  # fmt: skip
         trainer.train()
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)

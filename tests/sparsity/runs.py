@@ -10,6 +10,10 @@ from tests.quantizers.architectures import BY_ID
 from tests.training.runs import Sentences, arguments
 
 
+# codes trained in the live blocks and beside them
+DIRECT = {"bits": 8, "rest": lb.DQTConfig(8)}
+
+
 def model(architecture="llama", **fields):
     """A model of the zoo that is going to be pruned, always with the same numbers."""
     given = {"sparsity": 0.75, "block_size": 8, **fields}
@@ -56,6 +60,32 @@ class Watch(TrainerCallback):
                     tensor = moments[key].t() if module.layout.transposed else moments[key]
                     assert (block_view(tensor, module.layout.block).transpose(1, 2)[~module.mask] == 0).all()
         self.masks.append({name: module.mask.clone() for name, module in masked_modules(model)})
+
+
+class WatchCodes(TrainerCallback):
+    """The same for codes: before anybody clears them, dead ones have not moved; dead and newborn moments are zero.
+    Comes after both callbacks."""
+
+    def __init__(self):
+        self.masks = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        # direct updates have been made, and nothing has been cleared since
+        for name, module in masked_modules(model):
+            assert (dead(module) == 0).all(), (state.global_step, name)
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        updater = optimizer.optimizer._hf_lowbit_callback.updater
+        before = self.masks[-1] if self.masks else {}
+        self.masks.append({name: module.mask.clone() for name, module in masked_modules(model)})
+        for name, module in masked_modules(model):
+            assert (dead(module) == 0).all(), (state.global_step, name)
+            leaf = next(leaf for leaf in updater.leaves.values() if leaf.parameter is module.weight)
+            newborn = module.mask & ~before.get(name, module.mask)
+            first = updater.states(leaf).read(slice(None))["m"]
+            blocks = block_view(first, module.layout.block).transpose(1, 2)
+            assert (blocks[~module.mask] == 0).all() and (blocks[newborn] == 0).all()
+            assert (blocks[module.mask & ~newborn] != 0).any()
 
 
 def snapshot(module):

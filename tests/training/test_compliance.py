@@ -9,6 +9,7 @@ import yaml
 
 import hf_lowbit as lb
 from hf_lowbit.training.compliance import RULESET, check_log, derive_rules, official_rules
+from hf_lowbit.training.staging import stage
 from tests.training.countings import TARGET, run
 
 
@@ -43,7 +44,9 @@ def logs(tmp_path_factory):
     found = {}
     for name in ("hf_lowbit_counting", OFFICIAL):
         found[name] = folder / f"{name}.txt"
-        run(folder, lb.MLPerfCallback(found[name], name, TARGET))
+        (folder / "shard.bin").write_bytes(bytes(1000))
+        staged = stage(folder / "shard.bin", folder / name)
+        run(folder, lb.MLPerfCallback(found[name], name, TARGET, staging=staged))
     return found
 
 
@@ -98,6 +101,28 @@ def test_derived_rules_keep_every_official_key(tmp_path):
     assert keys(derived) == keys(official)
 
 
+def test_the_rules_of_hpc_pass_a_run_with_staging(logs, tmp_path):
+    path = logs["hf_lowbit_counting"]
+    rules = derive_rules(tmp_path / "rules", "hf_lowbit_counting", TARGET, usage="hpc")
+    verdict = check_log(path, rules, usage="hpc")
+    assert verdict.passed, verdict.output
+    # staging that ends without a beginning
+    lines = [line for line in path.read_text().splitlines() if '"staging_start"' not in line]
+    (tmp_path / "half").write_text("\n".join(lines) + "\n")
+    assert not check_log(tmp_path / "half", rules, usage="hpc").passed
+
+
+def test_seeds_are_those_of_one_run_each(logs, tmp_path):
+    seeds = pytest.importorskip("mlperf_logging.package_checker.seed_checker")
+    text = logs["hf_lowbit_counting"].read_text()
+    paths = [tmp_path / f"result_{index}.txt" for index in range(3)]
+    for path, seed in zip(paths, (1, 2, 1), strict=True):
+        path.write_text(text.replace('"key": "seed", "value": 1', f'"key": "seed", "value": {seed}'))
+    checker = seeds.SeedChecker(RULESET)
+    assert checker.check_seeds([str(path) for path in paths[:2]])
+    assert not checker.check_seeds([str(path) for path in paths])
+
+
 def test_a_target_that_was_missed_fails_the_derived_rules(logs, tmp_path):
     path = logs["hf_lowbit_counting"]
     rules = [
@@ -122,3 +147,5 @@ def test_words_that_the_official_list_lacks(logs, tmp_path):
 def test_an_unknown_ruleset(logs):
     with pytest.raises(ValueError, match="`ruleset`='99.0.0'"):
         check_log(logs[OFFICIAL], ruleset="99.0.0")
+    with pytest.raises(ValueError, match="`usage`='inference'"):
+        check_log(logs[OFFICIAL], usage="inference")

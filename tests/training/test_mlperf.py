@@ -62,6 +62,9 @@ def test_samples_are_counted_through_epochs_that_end_with_a_smaller_batch(finish
     assert of(events, "eval_accuracy")[0].metadata["samples_count"] == 600 + 32
     assert of(events, "block_start")[0].metadata["samples_count"] == 0
     assert of(events, "block_start")[1].metadata["samples_count"] == 632
+    # 20 of the 19 steps of an epoch; epochs count from 1
+    starts = [(e.metadata["first_epoch_num"], e.metadata["epoch_count"]) for e in of(events, "block_start")]
+    assert starts[:2] == [(1, 20 / 19), (2, 20 / 19)]
 
 
 def test_what_is_disclosed(finished):
@@ -156,6 +159,8 @@ def test_several_evaluation_sets_and_an_evaluation_at_the_start(tmp_path):
         pytest.param(lb.DQTConfig(bits=8), {}, ("fp32", "fp32", "fp32", "8 bits, float32"), id="dqt-8"),
         pytest.param(lb.DQTConfig(bits="ternary", activation_bits=8), {}, ("int8", "fp32", "fp32", "float32, ternary"),
                      id="ternary-int8"),
+        pytest.param(lb.DQTConfig(bits=2), {"bf16": True}, ("bfloat16", "bfloat16", "fp32", "2 bits, float32"),
+                     id="unpacked-to-bfloat16"),
         pytest.param(lb.DQTConfig(bits="ternary"), {"bf16": True}, None, id="ternary-autocast"),
     ],
 )  # fmt: skip

@@ -3,7 +3,8 @@
     min over scales, norms, biases    mean over tokens KL(softmax(dense logits) || softmax(logits))
 
 at temperature 1, codes fixed (the end-to-end stage of EfficientQAT, Chen et al. 2024, section 3.3, with distillation
-in place of labels). Models without logits match their last hidden state: |h - h_dense|^2 / |h_dense|^2 a token.
+in place of labels). Models without logits match their last hidden state, or their embeddings (CLIP):
+|h - h_dense|^2 / |h_dense|^2 a token.
 
 The loss on held-out batches, of the low-bit model as it is stored, is taken before the first step and at regular
 intervals; the tensors of the best are what remains, bit for bit, and the start is one of the candidates.
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..calls import Batch, forward, undisturbed
+from ..calls import Batch, forward, outcome, undisturbed
 from .blocks import check
 from .calls import mask_of, relative_error
 from .tuning import Snapshot, Tuning
@@ -93,13 +94,12 @@ def refine_globally(
 
 def loss(output, wanted, batch: Batch) -> Tensor:
     """How far `output` of the low-bit model is from `wanted` of the dense one, a scalar."""
-    name = next((n for n in ("logits", "last_hidden_state") if getattr(wanted, n, None) is not None), None)
-    if name is None:
-        raise ValueError(f"{type(wanted).__name__} holds neither logits nor a last hidden state to compare.")
-    value, target = getattr(output, name), getattr(wanted, name)
-    mask = mask_of(batch, target.shape, "decoder_attention_mask" in batch) if target.ndim == 3 else None
-    if name == "last_hidden_state":
-        return relative_error(value, target, mask)
+    (is_logits, values), (_, targets) = outcome(output), outcome(wanted)
+    masks = [mask_of(batch, t.shape, "decoder_attention_mask" in batch) if t.ndim == 3 else None for t in targets]
+    if not is_logits:
+        parts = [relative_error(v, t, mask) for v, t, mask in zip(values, targets, masks, strict=True)]
+        return torch.stack(parts).mean()
+    value, target, mask = values[0], targets[0], masks[0]
     keep = None if mask is None else mask.to(target.device).reshape(-1).bool()
     value, target = (t.reshape(-1, t.shape[-1]) for t in (value, target))
     if keep is not None and not bool(keep.all()):

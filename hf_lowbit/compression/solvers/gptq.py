@@ -2,23 +2,25 @@
 
 For a weight W [N, K] and inputs X [T, K] the error of the outputs is quadratic, with the same H for every row:
 
-    |X W^T - X W'^T|^2 = tr (W - W') H (W - W')^T,        H = X^T X
+    |X W^T - X W'^T|^2 = tr D H D^T,        D = W - W',   H = X^T X
 
-Columns are rounded one after the other, those with the largest H_jj first (activation order). With U upper triangular
-and H^-1 = U^T U, the error of column j is spread over the columns that are still free (Frantar et al. 2022, eq. 2-3
-and algorithm 1):
+Columns are rounded one after the other, those with the largest H_jj first (activation order), and each makes good what
+the ones before it lost. With H = R R^T, R upper triangular, and M = R / diag(R) (a column by its pivot),
 
-    e = (w_j - w'_j) / U_jj,        w_i <- w_i - e U_ji   for all i > j
+    tr D H D^T = |D R|^2 = sum_j R_jj^2 |d_j + sum_{i<j} d_i M_ij|^2
 
-`BLOCK` columns are finished before the rest of W is updated, by one product.
+so column j is rounded to the code nearest to w_j + sum_{i<j} d_i M_ij. These are the codes of GPTQ (Frantar et al.
+2022, eq. 2-3 and algorithm 1) in the form of LDLQ (Chee et al. 2023, QuIP, section 3.1, which proves them equal): no
+inverse of H is formed. `BLOCK` columns are finished before the next ones get their share, by one product.
 
 Where we differ: scales and zero points are those of round to nearest, found on the whole group before the first column
-(so groups stay contiguous in whatever order columns come), and are fitted once more afterwards to the codes that were
-chosen (`refit`). H is damped by a share of its mean diagonal but never by less than an absolute floor, so that inputs
-which never occurred are simply rounded; where H still can't be factored, damping grows tenfold, and finally the weight
-is rounded without data. `Solution.note` says so.
+(so groups stay contiguous in whatever order columns come), and are fitted afterwards to the codes that were chosen
+(`refit`). At 2 and 3 bits both are done again with the fitted scales (`ROUNDS`), and each row keeps its best. H is damped
+by a share of its mean diagonal but never by less than an absolute floor, so that inputs which never occurred are simply
+rounded; where H still can't be factored, damping grows tenfold, and finally the weight is rounded without data.
+`Solution.note` says so.
 
-All matrices here are transposed, [K, N]: a column of W is then a contiguous row.
+In the loop over columns matrices are transposed, [K, N]: a column of W is then a contiguous row.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from ...functional.grid import dequantize, expand_groups, grid_of
 from ...functional.rounding import Quantized, round_to_nearest, scale_dtype
 
 
-BLOCK = 64
+BLOCK = 32
+# how often codes and scales are chosen in turn; more at 4 bits costs time and changes little
+ROUNDS = {2: 3, 3: 2}
 # damping as a share of the mean diagonal, its growth when H can't be factored, and how often it may grow
 DAMPING, GROWTH, RAISES = 0.01, 10.0, 4
 # never less than this: all-zero inputs have a mean diagonal of zero
@@ -61,50 +65,81 @@ def solve(
     holds NaN or infinity.
     """
     starts = [
-        round_to_nearest(w, grid_of(scheme.bits), scheme.group_size, scheme.symmetric)
+        round_to_nearest(w, grid_of(scheme.bits), scheme.group_size, scheme.symmetric, scales=scheme.scales)
         for w, scheme in zip(weights, schemes, strict=True)
     ]
     factor = factorize(hessian, damping)
     if factor is None:
         note = "H is not positive definite at any damping: rounded without data"
         return [
-            Solution(q, relative_error(w, q, scheme, hessian), note)
+            Solution(q, _share(w, fit(w, q, scheme, hessian, False), scheme.block), note)
             for w, q, scheme in zip(weights, starts, schemes, strict=True)
         ]
     solutions: list[Solution | None] = [None] * len(weights)
     for block in dict.fromkeys(scheme.block for scheme in schemes):
         members = [i for i, scheme in enumerate(schemes) if scheme.block == block]
-        codes = _round_columns([weights[i] for i in members], [starts[i] for i in members],
-                               [schemes[i] for i in members], factor)  # fmt: skip
-        for i, code in zip(members, codes, strict=True):
-            found = Quantized(code, starts[i].scale, starts[i].zero_point)
-            if refine:
-                found = refit(weights[i], found, schemes[i], hessian)
-            error = relative_error(weights[i], found, schemes[i], hessian)
-            rounded = relative_error(weights[i], starts[i], schemes[i], hessian)
-            note = factor.note
-            if not error <= rounded:
-                found, error, note = starts[i], rounded, "compensation did not help: rounded without data"
-            solutions[i] = Solution(found, error, note)
+        for i, found in zip(members, _solve_alike([weights[i] for i in members], [starts[i] for i in members],
+                                                  [schemes[i] for i in members], hessian, factor, refine),
+                            strict=True):  # fmt: skip
+            note, start = factor.note, _errors(weights[i] - dequantize(*starts[i], block), hessian)
+            if not float(found.errors.sum()) <= float(start.sum()):
+                note = "compensation did not help: rounded without data"
+                found = _Candidate(starts[i], start, found.whole)
+            solutions[i] = Solution(found.quantized, _share(weights[i], found, block), note)
     return solutions
 
 
 @dataclass
+class _Candidate:
+    """Codes of one weight with the scales that go with them, and of each row d H d^T and w H w^T, [N]."""
+
+    quantized: Quantized
+    errors: Tensor
+    whole: Tensor
+
+
+def _solve_alike(weights, starts, schemes, hessian: Tensor, factor: Factor, refine: bool) -> list[_Candidate]:
+    """The best of every row of weights whose groups agree."""
+    best: list[_Candidate | None] = [None] * len(weights)
+    for turn in range(max(ROUNDS.get(scheme.bits, 1) for scheme in schemes) if refine else 1):
+        again = [i for i, scheme in enumerate(schemes) if turn < (ROUNDS.get(scheme.bits, 1) if refine else 1)]
+        bases = [starts[i] if best[i] is None else best[i].quantized for i in again]
+        codes = _round_columns([weights[i] for i in again], bases, [schemes[i] for i in again], factor)
+        for i, base, code in zip(again, bases, codes, strict=True):
+            found = fit(weights[i], base._replace(codes=code), schemes[i], hessian, refine)
+            best[i] = found if best[i] is None else _better_rows(best[i], found)
+    return best
+
+
+def _better_rows(old: _Candidate, new: _Candidate) -> _Candidate:
+    better = new.errors < old.errors
+    if old.quantized.scale.shape[0] == 1:
+        # one scale for all rows
+        return new if float(new.errors.sum()) < float(old.errors.sum()) else old
+    rows = better[:, None]
+    codes = torch.where(rows, new.quantized.codes, old.quantized.codes)
+    scale = torch.where(rows, new.quantized.scale, old.quantized.scale)
+    errors = torch.where(better, new.errors, old.errors)
+    return _Candidate(old.quantized._replace(codes=codes, scale=scale), errors, old.whole)
+
+
+@dataclass
 class Factor:
-    """The order of columns and U [K, K] in that order, with H^-1 = U^T U."""
+    """The order of columns, and in that order M [K, K], unit upper triangular: H = M diag(pivots^2) M^T."""
 
     order: Tensor
-    upper: Tensor
+    feedback: Tensor
+    pivots: Tensor
     note: str | None
 
 
 def factorize(hessian: Tensor, damping: float = DAMPING) -> Factor | None:
-    """U of the damped Hessian, or None when it has NaN or can't be factored at any damping."""
+    """M of the damped Hessian, or None when it has NaN or can't be factored at any damping."""
     diagonal = hessian.diagonal()
     if not bool(torch.isfinite(hessian).all()):
         return None
     order = torch.argsort(diagonal, descending=True, stable=True)
-    # H = R R^T with R upper triangular is Cholesky's factor of H read backwards; then U = R^-1
+    # H = R R^T with R upper triangular is Cholesky's factor of H read backwards
     backwards = order.flip(0)
     reversed_ = hessian[backwards][:, backwards]
     amount = max(damping * float(diagonal.mean()), FLOOR)
@@ -113,12 +148,11 @@ def factorize(hessian: Tensor, damping: float = DAMPING) -> Factor | None:
         damped.diagonal().add_(amount)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
-            eye = torch.eye(len(order), dtype=lower.dtype, device=lower.device)
-            upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1)
-            # inputs near the end of float32 make U underflow, and its diagonal is divided by
-            if bool(torch.isfinite(upper).all() & (upper.diagonal() > 0).all()):
+            pivots = lower.diagonal()
+            feedback = (lower / pivots).flip(0, 1)
+            if bool(torch.isfinite(feedback).all()):
                 note = f"damping raised to {amount:.2g} to factor H" if attempt else None
-                return Factor(order, upper, note)
+                return Factor(order, feedback, pivots.flip(0), note)
         amount *= GROWTH
     return None
 
@@ -134,19 +168,19 @@ def _round_columns(
     ))  # fmt: skip
     inverse = scale.reciprocal()
     group = (factor.order // block if block else torch.zeros_like(factor.order)).tolist()
-    upper, diagonal = factor.upper, factor.upper.diagonal().tolist()
-    values, errors = torch.empty_like(work), work.new_empty(BLOCK, work.shape[1])
+    feedback = factor.feedback
+    plain, values, lost = work.clone(), torch.empty_like(work), torch.empty_like(work)
     for start in range(0, in_features, BLOCK):
         stop = min(start + BLOCK, in_features)
+        if start:
+            work[start:stop].addmm_(feedback[:start, start:stop].t(), lost[:start])
         for j in range(start, stop):
-            g, w, v, e = group[j], work[j], values[j], errors[j - start]
-            torch.mul(w, inverse[g], out=v).round_()
+            g, v, d = group[j], values[j], lost[j]
+            torch.mul(work[j], inverse[g], out=v).round_()
             torch.clamp(v, low[g], high[g], out=v)
-            torch.addcmul(w, v, scale[g], value=-1, out=e).mul_(1.0 / diagonal[j])
+            torch.addcmul(plain[j], v, scale[g], value=-1, out=d)
             if j + 1 < stop:
-                work[j + 1 : stop].addr_(upper[j, j + 1 : stop], e, alpha=-1)
-        if stop < in_features:
-            work[stop:].addmm_(upper[start:stop, stop:].t(), errors[: stop - start], alpha=-1)
+                work[j + 1 : stop].addr_(feedback[j, j + 1 : stop], d)
     inverse_order = torch.argsort(factor.order)
     codes = values[inverse_order].t().split([w.shape[0] for w in weights])
     return [
@@ -163,36 +197,52 @@ def _bounds(rows: int, start: Quantized, scheme: Scheme) -> tuple[Tensor, Tensor
     return scale, torch.zeros_like(scale) + grid.qmin - zero, torch.zeros_like(scale) + grid.qmax - zero
 
 
-def refit(weight: Tensor, found: Quantized, scheme: Scheme, hessian: Tensor) -> Quantized:
-    """The scales that are best for the chosen codes: with V_g the codes q - z of group g, zero elsewhere,
+def fit(weight: Tensor, found: Quantized, scheme: Scheme, hessian: Tensor, refine: bool) -> _Candidate:
+    """The codes of `found` with the scales that are best for them: with V_g the codes q - z of group g, zero elsewhere,
 
-        min_s (w - sum_g s_g V_g) H (w - sum_g s_g V_g)^T    at    sum_h (V_g H V_h^T) s_h = V_g H w^T
+        min_t (d - sum_g t_g V_g) H (d - sum_g t_g V_g)^T    at    sum_h (V_g H V_h^T) t_h = V_g H d^T
 
-    solved for every row. Rows whose scale would not be positive, or not better once rounded, keep theirs.
+    solved for the change t of every row's scales. Rows whose scale would not be positive, or not better once rounded,
+    keep theirs; so do all without `refine`, and scales that rows share.
     """
-    if scheme.group_size == "tensor":
-        return found
-    in_features = weight.shape[1]
+    nearest = dequantize(*found, scheme.block)
+    difference = weight - nearest
+    pushed = difference @ hessian
+    errors = (pushed * difference).sum(dim=1)
+    if not refine or scheme.group_size == "tensor":
+        return _Candidate(found, errors, _errors(weight, hessian))
     values = dequantize(found.codes, torch.ones_like(found.scale, dtype=torch.float32), found.zero_point, scheme.block)
-    groups = found.scale.shape[1]
-    right = _sum_groups(values * (weight @ hessian), scheme.block, groups)
-    left = weight.new_empty(weight.shape[0], groups, groups)
-    for g in range(groups):
-        part = slice(0, in_features) if groups == 1 else slice(g * scheme.block, (g + 1) * scheme.block)
-        left[:, g] = _sum_groups(values[:, part] @ hessian[part] * values, scheme.block, groups)
-    left = (left + left.transpose(1, 2)) / 2
-    # a group of zeros has no scale of its own: its equation becomes s = s_old
-    old = found.scale.to(torch.float32)
-    ridge = 1e-4 * left.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True) + 1e-12
-    left.diagonal(dim1=1, dim2=2).add_(ridge)
-    scale = torch.linalg.solve_ex(left, (right + ridge * old).unsqueeze(-1))[0].squeeze(-1)
-    dtype = scale_dtype(scheme.group_size)
+    groups, old = found.scale.shape[1], found.scale.to(torch.float32)
+    gradient = _sum_groups(values * pushed, scheme.block, groups)
+    left = _group_products(values, hessian, scheme.block, groups)
+    # w H w^T from d H d^T, without a product of its own
+    whole = (pushed * (weight + nearest)).sum(dim=1) + torch.einsum("ng,ngh,nh->n", old, left, old)
+    # a group of zeros has no scale of its own: its equation becomes t = 0
+    damped = left.clone()
+    damped.diagonal(dim1=1, dim2=2).add_(1e-4 * left.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True) + 1e-12)
+    scale = old + torch.linalg.solve_ex(damped, gradient.unsqueeze(-1))[0].squeeze(-1)
     usable = torch.isfinite(scale) & (scale > 0.25 * old) & (scale < 4 * old)
-    scale = torch.where(usable.all(dim=1, keepdim=True), scale, old).to(dtype)
-    better = _row_errors(weight, found._replace(scale=scale), scheme, hessian) < _row_errors(
-        weight, found, scheme, hessian
-    )
-    return found._replace(scale=torch.where(better[:, None], scale, found.scale))
+    scale = torch.where(usable.all(dim=1, keepdim=True), scale, old).to(scale_dtype(scheme.group_size, scheme.scales))
+    change = scale.to(torch.float32) - old
+    # what the change really made of it is quadratic too, so no further product is needed
+    gain = (change * (2 * gradient - (left @ change.unsqueeze(-1)).squeeze(-1))).sum(dim=1)
+    better = gain > 0
+    scale = torch.where(better[:, None], scale, found.scale)
+    return _Candidate(found._replace(scale=scale), torch.where(better, errors - gain, errors), whole)
+
+
+def _group_products(values: Tensor, hessian: Tensor, block: int | None, groups: int) -> Tensor:
+    """V_g H V_h^T of every row: [N, G, G], symmetric."""
+    if groups == 1:
+        return (values @ hessian * values).sum(dim=1).view(-1, 1, 1)
+    found = values.new_empty(values.shape[0], groups, groups)
+    for g in range(groups):
+        rest = slice(g * block, values.shape[1])
+        product = (values[:, g * block : (g + 1) * block] @ hessian[g * block : (g + 1) * block, rest]).mul_(
+            values[:, rest]
+        )
+        found[:, g, g:] = found[:, g:, g] = _sum_groups(product, block, groups - g)
+    return found
 
 
 def _sum_groups(x: Tensor, block: int | None, groups: int) -> Tensor:
@@ -203,15 +253,15 @@ def _sum_groups(x: Tensor, block: int | None, groups: int) -> Tensor:
     return padded.view(x.shape[0], groups, block).sum(dim=2)
 
 
-def _row_errors(weight: Tensor, found: Quantized, scheme: Scheme, hessian: Tensor) -> Tensor:
-    difference = weight - dequantize(*found, scheme.block)
+def _errors(difference: Tensor, hessian: Tensor) -> Tensor:
+    """d H d^T of every row d of [N, K]."""
     return (difference @ hessian * difference).sum(dim=1)
 
 
-def relative_error(weight: Tensor, found: Quantized, scheme: Scheme, hessian: Tensor) -> float:
+def _share(weight: Tensor, found: _Candidate, block: int | None) -> float:
     """tr(D H D^T) / tr(W H W^T); where the outputs are zero on the data, the relative error of the weight."""
-    lost, whole = float(_row_errors(weight, found, scheme, hessian).sum()), float((weight @ hessian * weight).sum())
+    lost, whole = float(found.errors.sum()), float(found.whole.sum())
     if whole > 0:
         return max(lost, 0.0) / whole
-    difference = weight - dequantize(*found, scheme.block)
+    difference = weight - dequantize(*found.quantized, block)
     return float(difference.square().sum() / weight.square().sum().clamp_min(1e-30))

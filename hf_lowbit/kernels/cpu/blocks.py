@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...functional.block_dispatch import BlockKernel, BlockProblem, register_blocks
+from ...functional.grid import grid_of
 from . import library
 from .record import TIERS, TYPES, refuse_tier
 
@@ -26,7 +27,13 @@ def refuse(name: str, problem: BlockProblem) -> str | None:
 
 
 def run(
-    tier: int, x: Tensor, values: Tensor, col_indices: Tensor, row_pointers: Tensor | None, problem: BlockProblem
+    tier: int,
+    x: Tensor,
+    values: Tensor,
+    col_indices: Tensor,
+    row_pointers: Tensor | None,
+    problem: BlockProblem,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """As `BlockKernel.run` says. Sums are float32; bits do not depend on the number of threads."""
     if x.stride(1) != 1 and x.shape[1] > 1:
@@ -34,12 +41,17 @@ def run(
     y = x.new_empty(problem.rows, problem.block_rows * problem.height)
     if not y.numel():
         return y
+    field = offset = 0
+    if problem.bits is not None:
+        grid = grid_of(problem.bits)
+        field, offset = grid.field_bits, -grid.qmin
     record = library.BlocksRecord(
         type=TYPES[problem.dtype], block_rows=problem.block_rows, height=problem.height, width=problem.width,
         live=0 if row_pointers is not None else values.shape[1], in_features=problem.in_features, m=problem.rows,
-        x_stride=x.stride(0), threads=torch.get_num_threads(), x=x.data_ptr(), values=values.data_ptr(),
-        columns=col_indices.data_ptr(), pointers=None if row_pointers is None else row_pointers.data_ptr(),
-        y=y.data_ptr(),
+        x_stride=x.stride(0), threads=torch.get_num_threads(), field=field, offset=offset,
+        row_bytes=values.shape[-1], int8=problem.int8_activations, x=x.data_ptr(), values=values.data_ptr(),
+        scale=None if scale is None else scale.data_ptr(), columns=col_indices.data_ptr(),
+        pointers=None if row_pointers is None else row_pointers.data_ptr(), y=y.data_ptr(),
     )  # fmt: skip
     if library.load().block_linear(ctypes.addressof(record), tier):
         raise MemoryError(f"no memory for the scratch of {problem}.")

@@ -27,7 +27,7 @@ NO_C_VARIABLE = "HF_LOWBIT_NO_C"
 CACHE_VARIABLE = "HF_LOWBIT_CACHE"
 LIBRARY_VARIABLE = "HF_LOWBIT_LIBRARY"
 # the value of lowbit_abi() that this file can call
-ABI = 2
+ABI = 3
 AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX = 1, 2, 4, 8, 16
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = _PACKAGE / "csrc"
@@ -53,9 +53,10 @@ class BlocksRecord(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
-            "type", "block_rows", "height", "width", "live", "in_features", "m", "x_stride", "threads",
+            "type", "block_rows", "height", "width", "live", "in_features", "m", "x_stride", "threads", "field",
+            "offset", "row_bytes", "int8",
         )),
-        *((name, ctypes.c_void_p) for name in ("x", "values", "columns", "pointers", "y")),
+        *((name, ctypes.c_void_p) for name in ("x", "values", "scale", "columns", "pointers", "y")),
     ]  # fmt: skip
 
 

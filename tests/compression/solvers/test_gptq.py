@@ -6,7 +6,7 @@ Public reports: AutoGPTQ/AutoGPTQ#708, #572 and #196, vllm-project/llm-compresso
 import pytest
 import torch
 
-from hf_lowbit.compression.solvers.gptq import DAMPING, factorize, relative_error, solve
+from hf_lowbit.compression.solvers.gptq import DAMPING, factorize, fit, solve
 from hf_lowbit.configs import Scheme
 from hf_lowbit.functional.grid import dequantize, expand_groups, grid_of
 from hf_lowbit.functional.rounding import round_to_nearest
@@ -15,6 +15,11 @@ from hf_lowbit.functional.rounding import round_to_nearest
 SCHEMES = [Scheme(bits, group) for bits in ("ternary", 2, 3, 4, 8) for group in (16, None, "tensor")]
 # codes of the reference, in float64, may differ where a value lies halfway between two levels
 SAME_CODES = 0.995
+
+
+def relative_error(weight, found, scheme, hessian):
+    difference = weight - dequantize(*found, scheme.block)
+    return float((difference @ hessian * difference).sum() / (weight @ hessian * weight).sum())
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +120,25 @@ def test_bad_hessians_give_finite_results(problem, kind):
         assert (dense[:, ::3] - weight[:, ::3]).norm() < 1.2 * (rounded[:, ::3] - weight[:, ::3]).norm()
 
 
-def test_factor_is_that_of_the_inverse(problem):
+def test_factor_is_that_of_the_damped_hessian(problem):
     _, hessian = problem
     factor = factorize(hessian)
     damped = hessian + DAMPING * float(hessian.diagonal().mean()) * torch.eye(72)
-    inverse = torch.linalg.inv(damped[factor.order][:, factor.order].double())
-    torch.testing.assert_close((factor.upper.T @ factor.upper).double(), inverse, rtol=1e-3, atol=1e-5)
-    assert torch.equal(factor.upper, factor.upper.triu())
+    ordered = damped[factor.order][:, factor.order]
+    made = factor.feedback * factor.pivots.square() @ factor.feedback.T
+    torch.testing.assert_close(made, ordered, rtol=1e-4, atol=1e-4 * float(ordered.max()))
+    assert torch.equal(factor.feedback, factor.feedback.triu())
+    assert torch.equal(factor.feedback.diagonal(), torch.ones(72))
+
+
+@pytest.mark.parametrize("scheme", [Scheme(3, 16), Scheme(4, None), Scheme(2, 48), Scheme(8, 16)], ids=str)
+def test_errors_are_those_of_the_scales_that_are_kept(problem, scheme):
+    weight, hessian = problem
+    start = round_to_nearest(weight, grid_of(scheme.bits), scheme.group_size, scheme.symmetric)
+    found = fit(weight, start, scheme, hessian, True)
+    expected = relative_error(weight, found.quantized, scheme, hessian)
+    assert float(found.errors.sum() / found.whole.sum()) == pytest.approx(expected, rel=1e-3)
+    assert bool((found.quantized.scale != start.scale).any()) and torch.equal(found.quantized.codes, start.codes)
 
 
 def test_nan_in_a_weight_is_refused(problem):
