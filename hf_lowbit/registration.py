@@ -7,10 +7,15 @@ from __future__ import annotations
 def register() -> None:
     """Register with transformers. Calling it again changes nothing; nothing heavy is imported."""
     from .hub import install
+    from .hub.saved_card import install as install_saved_card
     from .quantizers import register as register_quantizer
+    from .quantizers.register import WHEN_USED
 
     register_quantizer()
     install()
+    # wraps a model class, and those may not be there yet
+    if install_saved_card not in WHEN_USED:
+        WHEN_USED.append(install_saved_card)
 
 
 def register_trainer() -> None:

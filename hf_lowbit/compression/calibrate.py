@@ -188,7 +188,8 @@ def _check_arguments(batches: list[dict[str, Any]], model: nn.Module) -> None:
         unknown = [name for name in batch if name not in parameters]
         inputs = [name for name in batch if name not in unknown and not name.endswith(("labels", "mask"))]
         if (unknown and not open_ended) or not inputs:
+            names = [name for name in parameters if name not in ("args", "kwargs")][:8]
             raise ValueError(
-                f"`calibration` has dicts of {sorted(batch)}, but {type(model).__name__} takes "
-                f"{[name for name in parameters if name not in ('args', 'kwargs')][:8]}: pass its inputs by these names."
+                f"`calibration` has dicts of {sorted(batch)}, but {type(model).__name__} takes {names}: "
+                "pass its inputs by these names."
             )

@@ -145,9 +145,17 @@ def meta_model(cls: type, config: PretrainedConfig) -> nn.Module:
 def class_of(name: str | os.PathLike) -> tuple[type, PretrainedConfig]:
     """The model class that a dense checkpoint names (`AutoModel` where it names none), and its config.
 
-    Raises ValueError for one that is quantized.
+    Raises ValueError for one that is quantized, or made of code that comes with it.
     """
-    config = AutoConfig.from_pretrained(name)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"`{name}` comes with code of its own, which is not run from here: load it with from_pretrained(..., "
+            "trust_remote_code=True) and pass the model."
+        ) from None
     if hasattr(config, "quantization_config"):
         raise ValueError(
             f"`{name}` is already quantized; load it with from_pretrained and print hf_lowbit.report(model)."

@@ -85,14 +85,14 @@ class Store:
             shutil.rmtree(rest, ignore_errors=True)
         fresh.mkdir(parents=True)
         try:
+            if (self.folder / "README.md").is_file():
+                # a card that a person may have written on; saving renews what nobody touched
+                shutil.copy2(self.folder / "README.md", fresh)
             model.save_pretrained(fresh)
             if tokenizer is not None:
                 tokenizer.save_pretrained(fresh)
             for name, content in (("report.json", report), (STATE, {"identity": self.identity, "stages": stages})):
                 (fresh / name).write_text(json.dumps(content, indent=1) + "\n")
-            if (self.folder / "README.md").is_file():
-                # a card that a person may have written on
-                shutil.copy2(self.folder / "README.md", fresh)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise

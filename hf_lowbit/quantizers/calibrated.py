@@ -77,8 +77,10 @@ def tokenizer_of(model: nn.Module) -> Any:
         return None
     from transformers import AutoTokenizer
 
+    # never the question whether to run code; a model made of such code shows that its user trusts it
+    trusted = type(model).__module__.startswith("transformers_modules")
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError):
         # models of images or sound have none; text without one is refused in a sentence
         return None

@@ -27,6 +27,7 @@ from .calibrated import calibration_batches, check_plan, convert_dense, needs_de
 from .checkpoint import check_loaded, check_shapes, check_stored, naming_conflict, recorded_targets
 from .on_the_fly import QuantizeOp
 from .ownership import own_config
+from .register import WHEN_USED
 from .resize import install_resize
 from .transitions import settle
 
@@ -53,6 +54,8 @@ class LowBitQuantizer(HfQuantizer):
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         install_accounting()
         install_resize()
+        for step in WHEN_USED:
+            step()
         self._targets: dict[str, Target] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         # layers whose weights can't be rounded, and why; transformers would hide an exception raised while loading

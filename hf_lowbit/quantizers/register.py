@@ -12,6 +12,10 @@ from collections.abc import Callable
 from ..configs.lowbit import QUANT_METHOD, LowBitConfig
 
 
+# called when a quantizer is made, which is when model classes exist: what stands above this package adds to them
+WHEN_USED: list[Callable[[], None]] = []
+
+
 def register() -> None:
     """Make `quant_method: hf_lowbit` known to `from_pretrained`. Calling it again changes nothing."""
     # imported here: the import itself fires the hook, which must find this module complete

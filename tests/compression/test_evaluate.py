@@ -90,6 +90,7 @@ def test_classification():
 
 
 def test_nothing_changes():
+    """Public reports of side effects: NVIDIA/Model-Optimizer#1501, huggingface/optimum-amd#83, Xilinx/brevitas#459."""
     case = make("llama")
     case.model.train()
     generator = torch.get_rng_state()

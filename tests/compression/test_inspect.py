@@ -163,3 +163,14 @@ def test_what_is_no_model_is_refused(model):
 def test_a_wrong_group_size_is_refused(group_size):
     with pytest.raises((TypeError, ValueError), match="`group_size`="):
         lb.inspect(nn.Linear(4, 4), group_size=group_size)
+
+
+def test_a_folder_with_code_of_its_own_is_never_asked_about(tmp_path, monkeypatch):
+    """No prompt: a call that waits for an answer hangs a script."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run code"))
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text("raise RuntimeError('run')")
+    for call in (lb.inspect, lambda folder: lb.compress(folder, bits=4)):
+        with pytest.raises(ValueError, match="comes with code of its own.*pass the model"):
+            call(tmp_path)

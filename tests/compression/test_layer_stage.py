@@ -1,4 +1,8 @@
-"""The layer stage on many architectures: what is converted, how blocks are entered again, and what is left alone."""
+"""The layer stage on many architectures: what is converted, how blocks are entered again, and what is left alone.
+
+Public reports of layers replayed by hand: casper-hansen/AutoAWQ#731, #690, #749, #288 and #260,
+huggingface/transformers#33497, InternLM/lmdeploy#4158.
+"""
 
 import copy
 

@@ -1,4 +1,7 @@
-"""`LowBitConfig` as JSON: plain, complete, equal when it is read back, whatever transformers calls to write it."""
+"""`LowBitConfig` as JSON: plain, complete, equal when it is read back, whatever transformers calls to write it.
+
+Public reports: pytorch/ao#1704, huggingface/transformers#36206, #23876 and #37520, dropbox/hqq#107.
+"""
 
 import json
 

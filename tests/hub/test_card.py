@@ -1,4 +1,8 @@
-"""Cards state facts: base and licence as far as known, what was converted, measured bytes, results if any."""
+"""Cards state facts: base and licence as far as known, what was converted, measured bytes, results if any.
+
+Public reports: huggingface/hub-docs#1254, Blaizzy/mlx-vlm#853, ggml-org/llama.cpp#8769,
+huggingface/transformers#33922.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""Matching names: whole dotted parts, anywhere in the path, whatever wraps the model."""
+"""Matching names: whole dotted parts, anywhere in the path, whatever wraps the model.
+
+Public reports: huggingface/transformers#47990, sgl-project/sglang#23467, vllm-project/vllm#44628 and #48508.
+"""
 
 import pytest
 

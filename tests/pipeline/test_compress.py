@@ -1,4 +1,7 @@
-"""`compress`: stages, budgets, plans, resuming, and what it must not do to its caller."""
+"""`compress`: stages, budgets, plans, resuming, and what it must not do to its caller.
+
+Public reports of side effects: NVIDIA/Model-Optimizer#1501, huggingface/optimum-amd#83, Xilinx/brevitas#459.
+"""
 
 import json
 import os

@@ -145,6 +145,9 @@ def test_in_memory_equals_on_the_fly(case):
 
 
 def test_counts_the_parameters_of_the_dense_model(case):
+    """Public reports: huggingface/transformers#26132 and #25978, unslothai/unsloth#2855,
+    m87-labs/moondream-station#7, ome-projects/ome#638, jundot/omlx#3489, huggingface/huggingface.js#2323.
+    """
     for model in (case.quantized, case.reloaded):
         assert model.num_parameters() == case.dense.num_parameters()
         assert model.num_parameters(exclude_embeddings=True) == case.dense.num_parameters(exclude_embeddings=True)
@@ -155,6 +158,9 @@ def test_counts_the_parameters_of_the_dense_model(case):
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_are_equal_and_independent(case, way):
+    """Public reports: huggingface/optimum-quanto#358, pytorch/pytorch#56108, ModelCloud/GPTQModel#308,
+    huggingface/accelerate#2248.
+    """
     expected = case.architecture(case.quantized)
     other = copy.deepcopy(case.quantized) if way == "deepcopy" else pickle.loads(case.pickled)
     assert [type(m) for m in other.modules()] == [type(m) for m in case.quantized.modules()]

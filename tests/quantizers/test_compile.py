@@ -1,4 +1,7 @@
-"""torch.compile without a graph break, and generation with a cache of fixed size."""
+"""torch.compile without a graph break, and generation with a cache of fixed size.
+
+Public reports: huggingface/optimum-quanto#221, dropbox/hqq#64, pytorch/ao#1600, NVIDIA/TransformerEngine#705.
+"""
 
 import pytest
 import torch

@@ -109,7 +109,10 @@ def test_a_low_bit_table_follows_the_dtype(lowbit_folder):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("architecture", ["t5-relu", "t5-gated"])
 def test_t5_keeps_wo_in_float32(dense_folder, architecture, dtype, tmp_path):
-    """T5 overflows in float16 unless `wo` is float32, and looks at `wo.weight.dtype` to cast activations."""
+    """T5 overflows in float16 unless `wo` is float32, and looks at `wo.weight.dtype` to cast activations.
+
+    Public reports: huggingface/transformers#36254, #21839 and #20287, dropbox/hqq#150.
+    """
     architecture = BY_ID[architecture]
     expected = architecture(architecture.build())
     config = lb.LowBitConfig(bits=8, group_size=32)
@@ -128,7 +131,10 @@ def test_t5_keeps_wo_in_float32(dense_folder, architecture, dtype, tmp_path):
 
 
 def test_t5_feed_forward_survives_without_wo(dense_folder):
-    """Every other layer skipped: activations still reach `wo` in its own dtype."""
+    """Every other layer skipped: activations still reach `wo` in its own dtype.
+
+    Public reports: huggingface/transformers#36254, #21839 and #20287, dropbox/hqq#150.
+    """
     config = lb.LowBitConfig(bits=8, group_size=32, modules_to_not_convert=["re:(q|k|v|o)"])
     folder = dense_folder("t5-relu")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, quantization_config=config, dtype=torch.float16)

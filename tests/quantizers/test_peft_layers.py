@@ -1,4 +1,8 @@
-"""PEFT finds low-bit layers in any order of imports, adapts those it should, and refuses what would be wrong."""
+"""PEFT finds low-bit layers in any order of imports, adapts those it should, and refuses what would be wrong.
+
+Public reports: huggingface/transformers#27380, QwenLM/Qwen#431 and #960, huggingface/diffusers#9108,
+oobabooga/textgen#2183.
+"""
 
 import os
 import subprocess

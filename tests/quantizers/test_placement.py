@@ -1,4 +1,8 @@
-"""Device maps, offload to disk and accelerate's dispatch."""
+"""Device maps, offload to disk and accelerate's dispatch.
+
+Public reports: vllm-project/llm-compressor#1301, huggingface/accelerate#2481 and #3085,
+huggingface/optimum-quanto#376.
+"""
 
 import pytest
 import torch

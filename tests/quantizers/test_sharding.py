@@ -1,4 +1,7 @@
-"""Checkpoints in several files: the limit is kept, the index is complete, codes may lie apart from their scales."""
+"""Checkpoints in several files: the limit is kept, the index is complete, codes may lie apart from their scales.
+
+Public reports: huggingface/transformers#32056, modelscope/ms-swift#2586, AutoGPTQ/AutoGPTQ#319 and #364.
+"""
 
 import json
 import shutil

@@ -110,6 +110,7 @@ def test_pytorch_bin_files(lowbit_folder, tmp_path):
 
 
 def test_safetensors_header_says_what_the_numbers_mean(lowbit_folder):
+    """Public reports: ome-projects/ome#638, jundot/omlx#3489, huggingface/huggingface.js#2323."""
     folder = lowbit_folder("llama", bits=4, group_size=32)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         metadata = file.metadata()

@@ -86,6 +86,7 @@ def test_lora_trains_and_codes_stay(name, target, checkpointing, lowbit_folder, 
 
 
 def test_trainer_refuses_a_low_bit_model_without_adapters(lowbit_folder, tmp_path):
+    """Public report: huggingface/peft#1342."""
     with pytest.raises(ValueError, match="quantized"):
         Trainer(model=load(lowbit_folder), args=arguments(tmp_path), train_dataset=Sentences())
 

@@ -21,6 +21,7 @@ from tests.sparsity.runs import Watch, callback, different, model, snapshot, tra
 )
 @pytest.mark.parametrize("step", [6, 9, 18])
 def test_resume(options, given, step, tmp_path):
+    """Public reports: IST-DASLab/sparsegpt#17, neuralmagic/sparseml#2222."""
     given = {**given, "save_strategy": "steps", "save_steps": 3}
     whole, resumed = model(), model()
     first = train(tmp_path / "whole", whole, callback(**options), **given)

@@ -36,6 +36,9 @@ from tests.training.runs import Sentences, arguments
     ],
 )  # fmt: skip
 def test_dead_blocks_are_zero_after_every_step(fields, options, given, tmp_path):
+    """Public reports: IST-DASLab/sparsegpt#17, locuslab/wanda#24, neuralmagic/sparsify#278,
+    neuralmagic/sparseml#2222.
+    """
     made, watch = model(**fields), Watch()
     targets = {name: module.target for name, module in masked_modules(made)}
     trainer = train(tmp_path, made, callback(**options), watchers=[watch], **given)

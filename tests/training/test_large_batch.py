@@ -248,6 +248,7 @@ class Pictures(torch.utils.data.Dataset):
 
 @both
 def test_trainer_with_warmup_decay_and_label_smoothing_on_a_resnet(kind, tmp_path):
+    """Public reports: huggingface/transformers#33712 and #1302."""
     torch.manual_seed(0)
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=2, layer_type="basic")
     model = ResNetForImageClassification(config)

@@ -20,6 +20,7 @@ def trainer(folder, made, callbacks, **fields):
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
 def test_trainer_without_the_callback_refuses_and_no_code_moves(optim, tmp_path):
+    """Public report: huggingface/peft#1342."""
     made = model()
     before = snapshot(made)
     with pytest.raises(RuntimeError, match="DQTCallback"):

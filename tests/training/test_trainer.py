@@ -32,6 +32,7 @@ def train(folder, fields=None, callback=None, shift=0, resume=None, made=None, c
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_and_counts_changed_codes(mode, tmp_path):
+    """Public report: huggingface/peft#1342."""
     before = snapshot(model(**MODES[mode]))
     made, trainer, callback = train(tmp_path, MODES[mode], learning_rate=1e-2)
     changed = different(before, snapshot(made))
@@ -150,7 +151,10 @@ def test_evaluation_and_generation_while_training(tmp_path):
 
 
 def test_deployed_model_is_the_trained_one(tmp_path):
-    """Train, evaluate, save, reload, evaluate: the same loss, without a conversion. Then freeze: the same again."""
+    """Train, evaluate, save, reload, evaluate: the same loss, without a conversion. Then freeze: the same again.
+
+    Public reports: microsoft/BitNet#107, #236 and #200, microsoft/unilm#1524.
+    """
     made, trainer, _ = train(tmp_path)
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(tmp_path / "out")
