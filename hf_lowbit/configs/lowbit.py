@@ -67,6 +67,8 @@ class LowBitConfig(QuantizationConfigMixin):
     kinds: tuple[str, ...] | None = None
     # how the codes are trained (see DQTConfig); None: they are not
     training: dict[str, Any] | None = None
+    # where dense weights wait while others are rounded with data (`quantizers/spool.py`); None: in memory. Never saved
+    spool: Any = None
     # which blocks of which weights exist (see BlastConfig); None: all do
     sparse: dict[str, Any] | None = None
 

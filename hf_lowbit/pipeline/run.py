@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from ..nn.block_sparse import BlockModule
 from ..nn.packed import LowBitModule
 from ..quantizers.calibrated import tokenizer_of
 from ..quantizers.memory import quantize
+from ..quantizers.spool import Spool
 from .records import calibration_facts, module_records, name_of, protocol, stage_record
-from .store import Store, alone, fingerprint, fingerprint_of_files
+from .store import Store, alone, fingerprint, fingerprint_of_data, fingerprint_of_files
 
 
 STAGES = ("layer", "block", "global")
@@ -89,7 +91,8 @@ def compress(
         stages: of "layer", "block" and "global", in this order; "layer" is always the first.
         evaluation: as `calibration`: rows of 512 tokens, scored before and after each stage (perplexity; the first
             token of a row is not scored); or dicts with `labels`.
-        low_memory: read the weights one by one and never hold the dense model; rounds without data, "layer" only.
+        low_memory: read the weights one by one and never hold the dense model; "layer" only. With `calibration` they
+            wait in files beside `output_dir` (or among temporary ones), and one block at a time is in float.
         seed: of the rows that are drawn, and of everything random.
         resume: go on after the last finished stage of `output_dir`; the result is the same.
 
@@ -101,7 +104,7 @@ def compress(
     check_size(bits, budget)
     stages = _stages(stages)
     if low_memory:
-        _check_low_memory(model_or_id, budget, bits, calibration, stages)
+        _check_low_memory(model_or_id, budget, bits, stages)
         dense = on_meta(model_or_id)[0]
     else:
         dense = _load(model_or_id)
@@ -118,6 +121,7 @@ def compress(
         if output_dir is None:
             return run.go(stages, bits, budget, None)
         with alone(output_dir):
+            run.work_dir = Path(output_dir).parent
             identity = {**run.identity(), "settings": json.dumps({"budget": budget, "bits": bits, "seed": seed})}
             return run.go(stages, bits, budget, Store(output_dir, identity, resume))
 
@@ -133,11 +137,12 @@ class _Run:
         self.records: dict[str, dict] = {}
         self.notes: list[str] = []
         self.protocol: dict = {}
+        # where files of a run may lie while it works; None is the place for temporary ones
+        self.work_dir: Path | None = None
 
     def identity(self) -> dict[str, str]:
-        if self.low_memory:
-            return {"model": fingerprint_of_files(self.source), "calibration": ""}
-        return fingerprint(self.dense, self.batches)
+        weights = fingerprint_of_files(self.source) if self.low_memory else fingerprint(self.dense)
+        return {"model": weights, "calibration": fingerprint_of_data(self.batches)}
 
     def go(self, stages, bits, budget, store: Store | None) -> Compressed:
         self.records = {} if store is None else dict(store.stages)
@@ -177,13 +182,19 @@ class _Run:
             config = plan(self.dense, wishes, self.training, self.seed)
         else:
             config = uniform(self.dense, bits)
-        if self.low_memory:
-            loaded = type(self.dense).from_pretrained(self.source, dtype="auto", quantization_config=config)
-            return loaded.eval()
         if self.training is not None:
             fields = {"bits": config.bits, "group_size": config.group_size, "modules": dict(config.modules) or None}
             config = LowBitConfig(**fields, method="gptq", calibration=self.training)
-        return quantize(copy.deepcopy(self.dense), config)
+        if not self.low_memory:
+            return quantize(copy.deepcopy(self.dense), config)
+        if self.training is not None:
+            config.spool = Spool(self.work_dir)
+        try:
+            loaded = type(self.dense).from_pretrained(self.source, dtype="auto", quantization_config=config)
+        finally:
+            if config.spool is not None:
+                config.spool.close()
+        return loaded.eval()
 
     def _refine(self, stage: str, model: nn.Module) -> dict | None:
         """Improve `model` in place; None where the stage is left out, which a note then says."""
@@ -232,11 +243,11 @@ def _load(model_or_id) -> nn.Module:
     return class_of(model_or_id)[0].from_pretrained(model_or_id, dtype="auto").eval()
 
 
-def _check_low_memory(model_or_id, budget, bits, calibration, stages) -> None:
-    if isinstance(model_or_id, nn.Module) or calibration is not None or stages != ("layer",):
+def _check_low_memory(model_or_id, budget, bits, stages) -> None:
+    if isinstance(model_or_id, nn.Module) or stages != ("layer",):
         raise ValueError(
-            "`low_memory`=True rounds each weight when it is read: pass an id or a folder, no `calibration`, and "
-            'stages=("layer",).'
+            "`low_memory`=True never holds the dense model, which the block and global stages need: pass an id or a "
+            'folder, and stages=("layer",).'
         )
     if budget is not None or bits is None or isinstance(bits, float):
         raise ValueError(
