@@ -69,6 +69,8 @@ class LowBitConfig(QuantizationConfigMixin):
     training: dict[str, Any] | None = None
     # where dense weights wait while others are rounded with data (`quantizers/spool.py`); None: in memory. Never saved
     spool: Any = None
+    # what an interrupted conversion has done already (`pipeline/journal.py`). Never saved
+    journal: Any = None
     # which blocks of which weights exist (see BlastConfig); None: all do
     sparse: dict[str, Any] | None = None
 

@@ -34,6 +34,7 @@ from ..nn.packed import LowBitModule
 from ..quantizers.calibrated import tokenizer_of
 from ..quantizers.memory import quantize
 from ..quantizers.spool import Spool
+from .journal import Journal
 from .records import calibration_facts, module_records, name_of, protocol, stage_record
 from .store import Store, alone, fingerprint, fingerprint_of_data, fingerprint_of_files
 
@@ -94,7 +95,8 @@ def compress(
         low_memory: read the weights one by one and never hold the dense model; "layer" only. With `calibration` they
             wait in files beside `output_dir` (or among temporary ones), and one block at a time is in float.
         seed: of the rows that are drawn, and of everything random.
-        resume: go on after the last finished stage of `output_dir`; the result is the same.
+        resume: go on after the last finished stage of `output_dir`, and inside of a layer or block stage after the
+            last finished weight or block; the result is the same.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense, a budget that nothing fits (the smallest size is
@@ -123,7 +125,9 @@ def compress(
         with alone(output_dir):
             run.work_dir = Path(output_dir).parent
             identity = {**run.identity(), "settings": json.dumps({"budget": budget, "bits": bits, "seed": seed})}
-            return run.go(stages, bits, budget, Store(output_dir, identity, resume))
+            store = Store(output_dir, identity, resume)
+            run.journal = Journal(store.folder, identity, resume)
+            return run.go(stages, bits, budget, store)
 
 
 class _Run:
@@ -139,6 +143,7 @@ class _Run:
         self.protocol: dict = {}
         # where files of a run may lie while it works; None is the place for temporary ones
         self.work_dir: Path | None = None
+        self.journal: Journal | None = None
 
     def identity(self) -> dict[str, str]:
         weights = fingerprint_of_files(self.source) if self.low_memory else fingerprint(self.dense)
@@ -172,19 +177,19 @@ class _Run:
                            "modules_digest": model.hf_quantizer.quantization_config.to_dict()["modules_digest"],
                            "report": report(model).to_dict()}  # fmt: skip
                 store.save(model, self.tokenizer, self.records, content)
+                self.journal.clear()
+        if self.journal:
+            self.journal.clear()
         folder = None if store is None else str(store.folder)
         config = model.hf_quantizer.quantization_config
         return Compressed(model, config, report(model), self.records, self.notes, folder)
 
     def _layer(self, bits, budget) -> nn.Module:
-        if bits is None or isinstance(bits, float):
-            wishes = LowBitConfig(bits=4 if bits is None else bits, budget=budget)
-            config = plan(self.dense, wishes, self.training, self.seed)
-        else:
-            config = uniform(self.dense, bits)
+        config = self._plan(bits, budget)
         if self.training is not None:
             fields = {"bits": config.bits, "group_size": config.group_size, "modules": dict(config.modules) or None}
             config = LowBitConfig(**fields, method="gptq", calibration=self.training)
+        config.journal = self.journal
         if not self.low_memory:
             return quantize(copy.deepcopy(self.dense), config)
         if self.training is not None:
@@ -195,6 +200,19 @@ class _Run:
             if config.spool is not None:
                 config.spool.close()
         return loaded.eval()
+
+    def _plan(self, bits, budget) -> LowBitConfig:
+        if bits is not None and not isinstance(bits, float):
+            return uniform(self.dense, bits)
+        kept = self.journal.find("layer", "plan") if self.journal else None
+        if kept is not None:
+            return LowBitConfig.from_dict(kept[1])
+        config = plan(
+            self.dense, LowBitConfig(bits=4 if bits is None else bits, budget=budget), self.training, self.seed
+        )
+        if self.journal:
+            self.journal.keep("layer", "plan", {}, config.to_dict())
+        return config
 
     def _refine(self, stage: str, model: nn.Module) -> dict | None:
         """Improve `model` in place; None where the stage is left out, which a note then says."""
@@ -207,7 +225,7 @@ class _Run:
         if stage == "global":
             found = refine_globally(model, self.dense, self.training, self.held_out, seed=self.seed)
             return {"distillation": asdict(found)}
-        blocks = refine_blocks(model, self.dense, self.training, self.held_out, seed=self.seed)
+        blocks = refine_blocks(model, self.dense, self.training, self.held_out, seed=self.seed, journal=self.journal)
         if not blocks:
             self.notes.append("stage 'block' changed nothing: the model has no repeated blocks.")
         return {"blocks": [asdict(block) for block in blocks]}

@@ -68,7 +68,7 @@ def convert_dense(
 
         check_finite(targets)
         with nullcontext() if config.spool is None else config.spool.releasing(model):
-            model.lowbit_records = quantize_layers(model, targets, batches)
+            model.lowbit_records = quantize_layers(model, targets, batches, journal=config.journal)
         if config.spool is not None:
             config.spool.settle(model)
     return config, targets
