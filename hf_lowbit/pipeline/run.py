@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from ..compression.calibrate import make_batches
-from ..compression.evaluate import labelled
 from ..compression.inspect import class_of, on_meta
 from ..compression.plan import check_size, plan, uniform
 from ..compression.report import Report, report
@@ -114,7 +113,7 @@ def compress(
     with _same_rng(seed):
         batches = None if calibration is None else make_batches(calibration, tokenizer, dense, rows=ROWS, seed=seed)
         rows = None if evaluation is None else make_batches(evaluation, tokenizer, dense, rows=sys.maxsize)
-        scored = None if rows is None else labelled(rows, dense, tokenizer, WINDOW)
+        scored = None if rows is None else _labelled(rows, tokenizer, dense)
         run = _Run(model_or_id, dense, tokenizer, batches, scored, seed)
         run.protocol = protocol(
             None if batches is None else calibration_facts(name_of(calibration), run.training, run.held_out, seed),
@@ -259,6 +258,13 @@ def _load(model_or_id) -> nn.Module:
     if not isinstance(model_or_id, (str, os.PathLike)):
         raise TypeError(f"`model_or_id` must be a model, a model id or a folder, got {type(model_or_id).__name__}.")
     return class_of(model_or_id)[0].from_pretrained(model_or_id, dtype="auto").eval()
+
+
+def _labelled(rows: list[dict], tokenizer, model: nn.Module) -> list[dict]:
+    """Rows with labels: those that they have, or made of plain token ids, as the model's kind asks for."""
+    from ..compression.evaluate import labelled
+
+    return labelled(rows, model, tokenizer, WINDOW)
 
 
 def _check_low_memory(model_or_id, budget, bits, stages) -> None:
