@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     compress.add_argument("--calibration", help="a text file")
     compress.add_argument("--eval", dest="evaluation", help="a text file that is scored before and after each stage")
     compress.add_argument("--stages", default="layer,block,global", help="default: all, separated by commas")
-    compress.add_argument("--low-memory", action="store_true", help="never hold the dense model; rounds without data")
+    compress.add_argument("--low-memory", action="store_true", help="never hold the dense model; layer stage only")
     compress.add_argument("--seed", type=int, default=0)
     compress.add_argument("--no-resume", action="store_true", help="begin anew in a folder of an earlier run")
     compress.set_defaults(run=_compress)
