@@ -15,10 +15,10 @@ inverse of H is formed. `BLOCK` columns are finished before the next ones get th
 
 Where we differ: scales and zero points are those of round to nearest, found on the whole group before the first column
 (so groups stay contiguous in whatever order columns come), and are fitted afterwards to the codes that were chosen
-(`refit`). At 2 and 3 bits both are done again with the fitted scales (`ROUNDS`), and each row keeps its best. H is damped
-by a share of its mean diagonal but never by less than an absolute floor, so that inputs which never occurred are simply
-rounded; where H still can't be factored, damping grows tenfold, and finally the weight is rounded without data.
-`Solution.note` says so.
+(`fit`). At 2 and 3 bits both are done again with the fitted scales (`ROUNDS`), and each row keeps its best. H is
+damped by a share of its mean diagonal but never by less than an absolute floor, so that inputs which never occurred
+are simply rounded; where H still can't be factored, damping grows tenfold, and finally the weight is rounded without
+data. `Solution.note` says so.
 
 In the loop over columns matrices are transposed, [K, N]: a column of W is then a contiguous row.
 """
@@ -198,7 +198,7 @@ def _bounds(rows: int, start: Quantized, scheme: Scheme) -> tuple[Tensor, Tensor
 
 
 def fit(weight: Tensor, found: Quantized, scheme: Scheme, hessian: Tensor, refine: bool) -> _Candidate:
-    """The codes of `found` with the scales that are best for them: with V_g the codes q - z of group g, zero elsewhere,
+    """The codes of `found` with the scales that are best for them: V_g are the codes q - z of group g, zero elsewhere,
 
         min_t (d - sum_g t_g V_g) H (d - sum_g t_g V_g)^T    at    sum_h (V_g H V_h^T) t_h = V_g H d^T
 
