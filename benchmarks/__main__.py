@@ -18,6 +18,7 @@ NAMES = (
     "quality",
     "clip",
     "compress",
+    "compress_encoder",
     "refine",
     "direct_training",
     "training_memory",

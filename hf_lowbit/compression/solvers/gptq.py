@@ -101,8 +101,10 @@ class _Candidate:
 def _solve_alike(weights, starts, schemes, hessian: Tensor, factor: Factor, refine: bool) -> list[_Candidate]:
     """The best of every row of weights whose groups agree."""
     best: list[_Candidate | None] = [None] * len(weights)
-    for turn in range(max(ROUNDS.get(scheme.bits, 1) for scheme in schemes) if refine else 1):
-        again = [i for i, scheme in enumerate(schemes) if turn < (ROUNDS.get(scheme.bits, 1) if refine else 1)]
+    # without fitted scales, and where one serves all rows, a second turn would choose the same codes
+    rounds = [ROUNDS.get(s.bits, 1) if refine and s.group_size != "tensor" else 1 for s in schemes]
+    for turn in range(max(rounds)):
+        again = [i for i, count in enumerate(rounds) if turn < count]
         bases = [starts[i] if best[i] is None else best[i].quantized for i in again]
         codes = _round_columns([weights[i] for i in again], bases, [schemes[i] for i in again], factor)
         for i, base, code in zip(again, bases, codes, strict=True):
@@ -113,9 +115,6 @@ def _solve_alike(weights, starts, schemes, hessian: Tensor, factor: Factor, refi
 
 def _better_rows(old: _Candidate, new: _Candidate) -> _Candidate:
     better = new.errors < old.errors
-    if old.quantized.scale.shape[0] == 1:
-        # one scale for all rows
-        return new if float(new.errors.sum()) < float(old.errors.sum()) else old
     rows = better[:, None]
     codes = torch.where(rows, new.quantized.codes, old.quantized.codes)
     scale = torch.where(rows, new.quantized.scale, old.quantized.scale)
