@@ -19,6 +19,7 @@ NAMES = (
     "quality",
     "clip",
     "compress",
+    "compress_encoder",
     "refine",
     "direct_training",
     "training_memory",
