@@ -128,7 +128,8 @@ def test_lm_eval_with_a_local_task(tiny_llama, tokenizer, tmp_path):
     rolling = task | {"task": "local_text", "output_type": "loglikelihood_rolling", "doc_to_text": "",
                       "doc_to_target": "{{text}}", "metric_list": [{"metric": "bits_per_byte"}]}  # fmt: skip
     choice = task | {"task": "local_choice", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
-                     "doc_to_choice": "{{choices}}", "doc_to_target": 0, "metric_list": [{"metric": "acc"}]}  # fmt: skip
+                     "doc_to_choice": "{{choices}}", "doc_to_target": 0,
+                     "metric_list": [{"metric": "acc"}]}  # fmt: skip
     for content in (rolling, choice):
         # JSON is YAML
         (tmp_path / f"{content['task']}.yaml").write_text(json.dumps(content))
