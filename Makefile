@@ -7,6 +7,7 @@
 # make wheel    build the wheel and prove it in fresh virtual environments
 # make bench    the benchmarks of benchmarks/, then the tables and plots of docs/
 # make tables   the tables and plots alone, from benchmarks/results/
+# make cards    run the examples and write the cards of the models they make to model_cards/
 # make format   let ruff rewrite the code
 #
 # PYTHON chooses the interpreter for .venv, TORCH the torch build (TORCH='torch==2.13.0 --index-url ...'), PYTEST_FLAGS
@@ -24,7 +25,7 @@ PY := $(VENV)/bin/python
 # named after this checkout, so that two checkouts that share an environment both install themselves
 STAMP := $(VENV)/hf_lowbit$(subst /,-,$(CURDIR)).stamp
 
-.PHONY: setup assets test check slow triton compat wheel bench tables format
+.PHONY: setup assets test check slow triton compat wheel bench tables cards format
 
 setup: $(STAMP)
 
@@ -64,6 +65,9 @@ bench: assets
 
 tables: $(STAMP)
 	$(PY) -m benchmarks --tables
+
+cards: assets
+	$(PY) scripts/make_cards.py
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix

@@ -137,6 +137,8 @@ def compile_block_gradient(problem, capability, **changes) -> Compiled:
     constants = block_constants_of(problem, plan)
     options = {"num_warps": plan.warps, "num_stages": plan.stages, "enable_fp_fusion": True}
     return _compile(gradient_kernel, types, constants, sizes, capability, **options)
+
+
 CONSTANTS = {
     "adamw": adamw_constants(2, (0.9, 0.999), 1e-8),
     "lion": lion_constants((0.9, 0.99)),
