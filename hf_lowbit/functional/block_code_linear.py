@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .block_codes import dequantize_blocks
 from .block_dispatch import BlockProblem, choose_blocks
-from .blocks import block_rows, gather_input, reference_block_linear, transpose_blocks
+from .blocks import block_rows, gather_input, grad_input, reference_block_linear
 from .grid import grid_of
 from .linear import quantize_activations
 from .packing import unpack
@@ -137,8 +137,7 @@ def _backward(ctx, gradient):
     grad_x = None
     if ctx.needs_input_grad[0]:
         values = dequantize_blocks(stored, scale, BITS[ctx.field], ctx.width, gradient.dtype)
-        transposed = transpose_blocks(values, columns, pointers, -(-ctx.in_features // ctx.width))
-        grad_x = torch.ops.hf_lowbit.block_linear(gradient, *transposed, gradient.shape[1])[:, : ctx.in_features]
+        grad_x = grad_input(gradient, values, columns, pointers, ctx.in_features)
     return grad_x, None, None, None, None, None, None, None
 
 
