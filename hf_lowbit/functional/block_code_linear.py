@@ -5,9 +5,9 @@ Blocks lie as in `blocks.py`, their codes and scales as in `block_codes.py`. Wit
     float:   y_r[m, i] = sum_{b: r(b) = r} sum_k x_{c(b)}[m, k] V_b[i, k],      V = s q rounded to x's dtype
     int8:    y_r[m, i] = t[m] sum_{b: r(b) = r} s_b[i] sum_k a_{c(b)}[m, k] q_b[i, k],      x = t a by `linear.py`
 
-The inner sum of the second is an exact integer; its product with the scale is rounded to float32, and added in the order
-of the blocks. That leaves no freedom: every kernel gives the same bits. Codes take no gradient; x does, as if W were
-the float weight.
+The inner sum of the second is an exact integer; its product with the scale is rounded to float32, and added in the
+order of the blocks. That leaves no freedom: every kernel gives the same bits. Codes take no gradient; x does, as if W
+were the float weight.
 """
 
 from __future__ import annotations

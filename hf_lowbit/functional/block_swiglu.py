@@ -17,7 +17,8 @@ from .blocks import grad_input, problem_of
 
 _library = torch.library.Library("hf_lowbit", "FRAGMENT")
 _library.define(
-    "block_swiglu(Tensor x, Tensor gate, Tensor up, Tensor col_indices, Tensor? row_pointers, int in_features) -> Tensor"
+    "block_swiglu(Tensor x, Tensor gate, Tensor up, Tensor col_indices, Tensor? row_pointers, int in_features) "
+    "-> Tensor"
 )
 
 

@@ -30,7 +30,8 @@ _library.define(
     "block_linear(Tensor x, Tensor values, Tensor col_indices, Tensor? row_pointers, int in_features) -> Tensor"
 )
 _library.define(
-    "block_gradient(Tensor gradient, Tensor x, Tensor col_indices, Tensor? row_pointers, int height, int width) -> Tensor"
+    "block_gradient(Tensor gradient, Tensor x, Tensor col_indices, Tensor? row_pointers, int height, int width) "
+    "-> Tensor"
 )
 
 
@@ -212,9 +213,7 @@ def reference_block_gradient(
 
 
 def _run_gradient(gradient, x, col_indices, row_pointers, height, width):
-    problem = BlockProblem(
-        height, width, gradient.shape[1] // height, x.shape[1], x.shape[0], x.dtype, x.device.type
-    )
+    problem = BlockProblem(height, width, gradient.shape[1] // height, x.shape[1], x.shape[0], x.dtype, x.device.type)
     kernel = choose_blocks(problem)
     if kernel is None or kernel.gradient is None:
         return reference_block_gradient(gradient, x, col_indices, row_pointers, height, width)

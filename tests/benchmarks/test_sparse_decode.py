@@ -1,4 +1,4 @@
-"""The benchmark of decoding with sparse MLPs: sizes are those of the tensors, and no speed of a busy machine is kept."""
+"""The benchmark of decoding with sparse MLPs: sizes are those of the tensors, a busy machine's speed is not kept."""
 
 import pytest
 import torch
@@ -21,7 +21,12 @@ SIZES = {
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_rows(quiet, monkeypatch, tmp_path):
-    for name, value in {"BLOCK": 8, "PROMPT": 4, "stream_gb_per_s": lambda: 10.0, "is_quiet": lambda *_: quiet}.items():
+    for name, value in {
+        "BLOCK": 8,
+        "PROMPT": 4,
+        "stream_gb_per_s": lambda: 10.0,
+        "is_quiet": lambda *_: quiet,
+    }.items():
         monkeypatch.setattr(bench, name, value)
     record = Record("sparse_decode", {}, folder=tmp_path)
     bench.measure(record, SIZES, turns=1, steps=2, show=False)

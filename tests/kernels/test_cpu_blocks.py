@@ -150,11 +150,15 @@ def test_the_gradient_of_blocks_by_tiles(shape, block, balance):
         x, dy = wide[:, : shape[1]], wide[:, shape[1] : shape[1] + dense.shape[0]]
         found = torch.ops.hf_lowbit.block_gradient(dy, x, columns, pointers, *block)
         wanted = gather(dy.double().T @ x.double(), columns, pointers, block)
-        torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE[torch.bfloat16], rtol=TOLERANCE[torch.bfloat16])
+        torch.testing.assert_close(
+            found.double(), wanted, atol=TOLERANCE[torch.bfloat16], rtol=TOLERANCE[torch.bfloat16]
+        )
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(3)
-            assert torch.equal(torch.ops.hf_lowbit.block_gradient(dy, x.contiguous(), columns, pointers, *block), found)
+            assert torch.equal(
+                torch.ops.hf_lowbit.block_gradient(dy, x.contiguous(), columns, pointers, *block), found
+            )
         finally:
             torch.set_num_threads(threads)
 
