@@ -1,9 +1,9 @@
 """From which sparsity live blocks were not slower than the dense product, out of benchmarks/results/blocks.json.
 
-Writes hf_lowbit/functional/block_crossover.json, which `auto` reads (functional/block_crossover.py): for training steps
-and for products, by the C library and by torch alone, for each dtype, block and number of rows the least measured
-sparsity from which on no time was above 1.05 times the dense one, and the highest at which one was ("slower"); null where
-there is none.
+Writes hf_lowbit/functional/block_crossover.json, which `auto` reads (functional/block_crossover.py): for training
+steps and for products, by the C library and by torch alone, for each dtype, block and number of rows the least
+measured sparsity from which on no time was above 1.05 times the dense one, and the highest at which one was
+("slower"); null where there is none.
 
 python -m benchmarks.crossover
 """

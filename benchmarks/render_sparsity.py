@@ -89,11 +89,11 @@ def training_table(rows: dict) -> str:
     """How many times faster than dense a step of a SwiGLU MLP is: forward, and the gradients of x and the weights."""
     lines = []
     for key, row in rows.items():
-        kind, dtype, shape, sparsity, _, m = key.split()
+        kind, dtype, shape, sparsity, block, m = key.split()
         if kind == "training":
             ratios = [f"{row['products'][name]['ratio']:.2f}" for name in ("blocks", "torch")]
-            lines.append([f"{dtype}, {sparsity}", f"{shape}, {m}", *ratios])
-    return table(["weights, sparsity", "MLP", "C library", "torch alone"], lines)
+            lines.append([f"{dtype}, {sparsity}", block.removeprefix("b"), f"{shape}, {m}", *ratios])
+    return table(["weights, sparsity", "blocks", "MLP", "C library", "torch alone"], lines)
 
 
 def span(values: list[float]) -> str:

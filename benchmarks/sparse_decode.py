@@ -1,8 +1,8 @@
 """What 95 % sparse MLPs bring `generate()`: `python -m benchmarks.sparse_decode`, one thread, against dense bfloat16.
 
-A random Llama of 1.04 billion parameters (`generate.LLAMA_1B`) with random row-balanced masks: speed and size depend on
-nothing else. Candidates: live blocks in bfloat16, the rest of the model as it was; live blocks in 8 bits, and the rest
-too, the table that embedding and output layer share included.
+A random Llama of 1.04 billion parameters (`generate.LLAMA_1B`) with random row-balanced masks: speed and size depend
+on nothing else. Candidates: live blocks in bfloat16, the rest of the model as it was; live blocks in 8 bits, and the
+rest too, the table that embedding and output layer share included.
 
     size      bytes of the dense bfloat16 weights / bytes of the candidate's, indices and scales counted
     decode    tokens a second after the prompt, as decode.py measures it; the two models take turns

@@ -190,8 +190,8 @@ class BlastConfig(LowBitConfig):
             raise ValueError(f"`activations`={activations!r} is not supported; use one of {list(ACTIVATIONS)}.")
         if activations == "int8" and bits is None:
             raise ValueError(
-                "`activations`='int8' needs low-bit live blocks: set `bits` to 8, 4 or \"ternary\" too. Activations of "
-                "layers that are not sparse are a matter of `rest`."
+                "`activations`='int8' needs low-bit live blocks: set `bits` to 8, 4 or \"ternary\" too. Activations "
+                "of layers that are not sparse are a matter of `rest`."
             )
         super().__init__(modules_to_not_convert=modules_to_not_convert, dequantize=dequantize, **kwargs)
         self.bits, self.activations, self.rest = bits, activations, read_rest(rest)

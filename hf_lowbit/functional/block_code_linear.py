@@ -5,9 +5,9 @@ Blocks lie as in `blocks.py`, their codes and scales as in `block_codes.py`. Wit
     float:   y_r[m, i] = sum_{b: r(b) = r} sum_k x_{c(b)}[m, k] V_b[i, k],      V = s q rounded to x's dtype
     int8:    y_r[m, i] = t[m] sum_{b: r(b) = r} s_b[i] sum_k a_{c(b)}[m, k] q_b[i, k],      x = t a by `linear.py`
 
-The inner sum of the second is an exact integer; its product with the scale is rounded to float32, and added in the order
-of the blocks. That leaves no freedom: every kernel gives the same bits. Codes take no gradient; x does, as if W were
-the float weight.
+The inner sum of the second is an exact integer; its product with the scale is rounded to float32, and added in the
+order of the blocks. That leaves no freedom: every kernel gives the same bits. Codes take no gradient; x does, as if W
+were the float weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .block_codes import dequantize_blocks
 from .block_dispatch import BlockProblem, choose_blocks
-from .blocks import block_rows, gather_input, reference_block_linear, transpose_blocks
+from .blocks import block_rows, gather_input, grad_input, reference_block_linear
 from .grid import grid_of
 from .linear import quantize_activations
 from .packing import unpack
@@ -137,8 +137,7 @@ def _backward(ctx, gradient):
     grad_x = None
     if ctx.needs_input_grad[0]:
         values = dequantize_blocks(stored, scale, BITS[ctx.field], ctx.width, gradient.dtype)
-        transposed = transpose_blocks(values, columns, pointers, -(-ctx.in_features // ctx.width))
-        grad_x = torch.ops.hf_lowbit.block_linear(gradient, *transposed, gradient.shape[1])[:, : ctx.in_features]
+        grad_x = grad_input(gradient, values, columns, pointers, ctx.in_features)
     return grad_x, None, None, None, None, None, None, None
 
 

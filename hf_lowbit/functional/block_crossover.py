@@ -1,9 +1,9 @@
 """Whether products with live blocks alone are worth it, by what was measured (block_crossover.json).
 
 The table has, for training steps (forward and both gradients) and for single products ("inference"), by the C library
-and by torch alone, for dtypes, blocks and numbers of rows of x, the least sparsity from which on live blocks were never
-slower than 1.05 times the dense product, and the highest at which they were. `python -m benchmarks.crossover` derives
-it from the measurement.
+and by torch alone, for dtypes, blocks and numbers of rows of x, the least sparsity from which on live blocks were
+never slower than 1.05 times the dense product, and the highest at which they were. `python -m benchmarks.crossover`
+derives it from the measurement.
 
 Between the measured points, ratios are taken to grow with blocks and to fall with rows of x. `pays` asks for evidence
 that live blocks are no slower, and `is_slower` for evidence that they are: what was not measured (other dtypes, other
@@ -38,7 +38,7 @@ def cells_of(use: str, by: str, dtype: torch.dtype) -> list[dict]:
 
 @lru_cache(maxsize=4096)
 def least_sparsity(use: str, by: str, dtype: torch.dtype, block: int, rows: int) -> float | None:
-    """From which sparsity on live blocks pay for `use` ("training", "inference"); None: from none that was measured."""
+    """From which sparsity on live blocks pay for `use` ("training", "inference"); None: never."""
     found = []
     cells = [cell for cell in cells_of(use, by, dtype) if cell["block"] <= block]
     for size in {cell["block"] for cell in cells}:

@@ -30,7 +30,8 @@ _library.define(
     "block_linear(Tensor x, Tensor values, Tensor col_indices, Tensor? row_pointers, int in_features) -> Tensor"
 )
 _library.define(
-    "block_gradient(Tensor gradient, Tensor x, Tensor col_indices, Tensor? row_pointers, int height, int width) -> Tensor"
+    "block_gradient(Tensor gradient, Tensor x, Tensor col_indices, Tensor? row_pointers, int height, int width) "
+    "-> Tensor"
 )
 
 
@@ -179,13 +180,20 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(x, values, col_indices, row_pointers)
 
 
+def grad_input(
+    gradient: Tensor, values: Tensor, col_indices: Tensor, row_pointers: Tensor | None, in_features: int
+) -> Tensor:
+    """dx [M, K] of dy [M, NB * bn]."""
+    transposed = transpose_blocks(values, col_indices, row_pointers, -(-in_features // values.shape[-1]))
+    return torch.ops.hf_lowbit.block_linear(gradient, *transposed, gradient.shape[1])[:, :in_features]
+
+
 def _backward(ctx, gradient):
     x, values, columns, pointers = ctx.saved_tensors
     height, width = values.shape[-2:]
     grad_x = grad_values = None
     if ctx.needs_input_grad[0]:
-        transposed = transpose_blocks(values, columns, pointers, -(-ctx.in_features // width))
-        grad_x = torch.ops.hf_lowbit.block_linear(gradient, *transposed, gradient.shape[1])[:, : ctx.in_features]
+        grad_x = grad_input(gradient, values, columns, pointers, ctx.in_features)
     if ctx.needs_input_grad[1]:
         # the operator, since torch.compile traces through here
         grad_values = torch.ops.hf_lowbit.block_gradient(gradient, x, columns, pointers, height, width)

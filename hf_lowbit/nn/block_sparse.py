@@ -5,8 +5,8 @@
 int32 [NB + 1] says where rows begin in the second case. Values take gradients like any weight; the mask stays.
 
 With low-bit blocks (`layout.bits`) `weight` holds packed codes instead, int8 [..., bn, R], and `weight_scale` bfloat16
-[..., bn] their scales (functional/block_codes.py). They are multiplied as they lie (functional/block_code_linear.py), with
-float or int8 activations (`layout.activations`), and take no gradient.
+[..., bn] their scales (functional/block_codes.py). They are multiplied as they lie (functional/block_code_linear.py),
+with float or int8 activations (`layout.activations`), and take no gradient.
 """
 
 from __future__ import annotations

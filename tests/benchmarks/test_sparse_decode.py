@@ -1,4 +1,4 @@
-"""The benchmark of decoding with sparse MLPs: sizes are those of the tensors, and no speed of a busy machine is kept."""
+"""The benchmark of decoding with sparse MLPs: sizes are those of the tensors, a busy machine's speed is not kept."""
 
 import pytest
 import torch

@@ -62,7 +62,7 @@ def run(
 def gradient(
     gradient: Tensor, x: Tensor, col_indices: Tensor, row_pointers: Tensor | None, problem: BlockProblem
 ) -> Tensor:
-    """As `BlockKernel.gradient` says: matrix tiles where they fit, else batched products of torch. Sums are float32."""
+    """As `BlockKernel.gradient` says: matrix tiles where they fit, else batched products of torch."""
     height, width = problem.height, problem.width
     if problem.dtype != torch.bfloat16 or height % 16 or width % 16 or not problem.rows or gradient.dtype != x.dtype:
         return reference_block_gradient(gradient, x, col_indices, row_pointers, height, width)

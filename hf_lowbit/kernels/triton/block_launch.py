@@ -47,7 +47,7 @@ def product_plan(problem: BlockProblem, weights: int = 1) -> BlockPlan:
     while block_n > LEAST and 2 * size * block_k * (block_m + weights * block_n) > SHARED_BYTES:
         block_n //= 2
     stages = SHARED_BYTES // (size * block_k * (block_m + weights * block_n))
-    return BlockPlan(block_m, block_n, block_k, max(2, min(stages, MOST_STAGES)))
+    return BlockPlan(block_m, block_n, block_k, max(2, min(stages, MOST_STAGES)), _warps(size, block_n * block_k))
 
 
 def gradient_plan(problem: BlockProblem) -> BlockPlan:
@@ -56,10 +56,14 @@ def gradient_plan(problem: BlockProblem) -> BlockPlan:
     block_n = min(64, max(LEAST, triton.next_power_of_2(problem.height)))
     block_k = max(LEAST, triton.next_power_of_2(problem.width))
     block_m = 64 if size == 2 else 32
-    stages = SHARED_BYTES // (size * block_m * (block_n + block_k))
-    # four warps do not have the registers for so many sums and three products of each
-    warps = 8 if size == 4 and block_n * block_k > 4096 else 4
-    return BlockPlan(block_m, block_n, block_k, max(2, min(stages, MOST_STAGES)), warps)
+    # a part is left to what the compiler moves through shared memory itself
+    stages = SHARED_BYTES * 3 // 4 // (size * block_m * (block_n + block_k))
+    return BlockPlan(block_m, block_n, block_k, max(2, min(stages, MOST_STAGES)), _warps(size, block_n * block_k))
+
+
+def _warps(size: int, tile: int) -> int:
+    # three products for each float32 one: four warps do not have the registers for a large tile
+    return 8 if size == 4 and tile > 4096 else 4
 
 
 def constants_of(problem: BlockProblem, plan: BlockPlan, upcast: bool = False) -> dict:

@@ -4,10 +4,11 @@
     swiglu     h = silu(g) u, g and u two such products whose blocks share one mask: x is read once
     gradient   dV[b, i, k] = sum_m dy[m, r(b) bn + i] x[m, c(b) bk + k]
 
-One program has a tile of rows of x and of rows of one block row, and walks along its blocks: no atomics, sums in a fixed
-order. The gradient to x is the product with the transposed blocks. V is the left operand, whose rows fill the 64 of a
-product instruction on Hopper while rows of x may be few. The column of the next block is read one step ahead: an address
-that is known only when a step begins would leave no time for copies of several steps to be under way at once.
+One program has a tile of rows of x and of rows of one block row, and walks along its blocks: no atomics, sums in a
+fixed order. The gradient to x is the product with the transposed blocks. V is the left operand, whose rows fill the
+64 of a product instruction on Hopper while rows of x may be few. The column of the next block is read one step ahead:
+an address that is known only when a step begins would leave no time for copies of several steps to be under way at
+once.
 
 Shape legend: M rows of x, bn x bk a block, BM, BN, BK powers of two that cover a tile's share of M, bn and bk.
 """
@@ -81,8 +82,8 @@ def gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One [BN, BK] tile of the gradient of one block: gradient [M, N], x [M, K], block_rows and columns int32 [blocks],
-    out [blocks, bn, bk]."""
+    """One [BN, BK] tile of the gradient of one block: gradient [M, N], x [M, K], block_rows and columns int32
+    [blocks], out [blocks, bn, bk]."""
     PARTS: tl.constexpr = (HEIGHT + BLOCK_N - 1) // BLOCK_N
     block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     ns, ks, ms = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)

@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 
+from hf_lowbit.functional import block_dispatch
+from hf_lowbit.functional.block_dispatch import BlockProblem, explain_blocks
 from hf_lowbit.functional.dispatch import ENVIRONMENT_VARIABLE, Problem, choose, kernel_names, use_kernel
 from hf_lowbit.functional.linear import linear
 from hf_lowbit.kernels import triton
-from hf_lowbit.kernels.triton import refuse_devices, refuse_problem
+from hf_lowbit.kernels.triton import blocks, refuse_devices, refuse_problem
 from tests.kernels.weights import make_weight
 
 
@@ -83,6 +85,18 @@ def test_forced_on_a_cpu_it_says_why_not():
 def test_a_refused_problem_on_a_gpu_says_why():
     choice = choose(PROBLEM._replace(group_size=48))
     assert choice.kernel.name != triton.NAME and "not triton: group_size=48 is no multiple of 32" in choice.reason
+
+
+def test_live_blocks_on_a_gpu():
+    asked = BlockProblem(64, 64, 32, 2048, 16, torch.bfloat16, "cuda")
+    assert "the weight is on cpu" in blocks.refuse(asked._replace(device="cpu"))
+    assert "no code for 4-bit live blocks" in blocks.refuse(asked._replace(bits=4))
+    assert "no code for torch.float64" in blocks.refuse(asked._replace(dtype=torch.float64))
+    kernel = next(kernel for kernel in block_dispatch._kernels if kernel.name == triton.NAME)
+    assert kernel.gradient is blocks.gradient and kernel.swiglu is blocks.swiglu
+    # where triton or a device is missing, torch multiplies, and says so
+    name, why = explain_blocks(asked)[-1]
+    assert name in ("torch", triton.NAME) and (name == triton.NAME or "operation by operation" in why)
 
 
 def test_registering_imports_no_triton():

@@ -20,8 +20,8 @@ from hf_lowbit.kernels.triton import block_launch  # noqa: E402
 
 
 # (N, K), block: whole tiles, several parts of a block, sizes no tile divides, edges that blocks reach over
-CASES = [((64, 128), (32, 32)), ((128, 128), (64, 64)), ((96, 96), (48, 96)), ((70, 90), (8, 24)), ((26, 60), (13, 17)),
-         ((128, 128), (128, 128))]  # fmt: skip
+CASES = [((64, 128), (32, 32)), ((128, 128), (64, 64)), ((96, 96), (48, 96)), ((70, 90), (8, 24)),
+         ((26, 60), (13, 17)), ((128, 128), (128, 128))]  # fmt: skip
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 balances = pytest.mark.parametrize("balance", ["row", "none"])
 
