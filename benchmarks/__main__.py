@@ -20,6 +20,7 @@ NAMES = (
     "compress",
     "refine",
     "direct_training",
+    "finetune_direct",
     "training_memory",
     "update",
     "ternary_gap",
