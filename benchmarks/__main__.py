@@ -22,6 +22,7 @@ NAMES = (
     "compress_encoder",
     "refine",
     "direct_training",
+    "finetune_direct",
     "training_memory",
     "update",
     "ternary_gap",
