@@ -5,7 +5,9 @@
 # make triton   the GPU kernels without a GPU: interpreted, and compiled ahead; installs triton in .venv-triton
 # make compat   the quantizer tests on the oldest supported transformers
 # make wheel    build the wheel and prove it in fresh virtual environments
-# make bench    the benchmark tables of benchmarks/
+# make bench    the benchmarks of benchmarks/, then the tables and plots of docs/
+# make tables   the tables and plots alone, from benchmarks/results/
+# make cards    run the examples and write the cards of the models they make to model_cards/
 # make format   let ruff rewrite the code
 #
 # PYTHON chooses the interpreter for .venv, TORCH the torch build (TORCH='torch==2.13.0 --index-url ...'), PYTEST_FLAGS
@@ -23,7 +25,7 @@ PY := $(VENV)/bin/python
 # named after this checkout, so that two checkouts that share an environment both install themselves
 STAMP := $(VENV)/hf_lowbit$(subst /,-,$(CURDIR)).stamp
 
-.PHONY: setup assets test check slow triton compat wheel bench format
+.PHONY: setup assets test check slow triton compat wheel bench tables cards format
 
 setup: $(STAMP)
 
@@ -60,6 +62,12 @@ wheel: $(STAMP)
 
 bench: assets
 	$(PY) -m benchmarks
+
+tables: $(STAMP)
+	$(PY) -m benchmarks --tables
+
+cards: assets
+	$(PY) scripts/make_cards.py
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix

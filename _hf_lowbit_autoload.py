@@ -4,7 +4,8 @@ transformers has no plugin discovery: a checkpoint whose `quant_method` nobody r
 `hf_lowbit_autoload.pth`, installed beside this file, imports this module when the interpreter starts. All that
 happens then is one entry in `sys.meta_path`. The entry waits for `transformers.quantizers.auto`, the module that
 holds the registry, and calls `hf_lowbit.registration.register()` as soon as that module has run; after `peft`, which
-has no discovery either, it calls `register_peft()`, and after `transformers.trainer` `register_trainer()`. A process
+has no discovery either, it calls `register_peft()`, and after `transformers.trainer` `register_trainer()`, and
+in `optimum-cli` `register_optimum()`. A process
 that never imports transformers never imports hf_lowbit.
 
 What holds in every case: only the standard library is used, and of it only what the interpreter has loaded anyway; a
@@ -17,7 +18,8 @@ import sys
 
 TARGET = "transformers.quantizers.auto"
 # what of hf_lowbit.registration is called after which module
-STEPS = {TARGET: "register", "transformers.trainer": "register_trainer", "peft": "register_peft"}
+STEPS = {TARGET: "register", "transformers.trainer": "register_trainer", "peft": "register_peft",
+         "optimum.commands.optimum_cli": "register_optimum"}  # fmt: skip
 SWITCH = "HF_LOWBIT_AUTOLOAD"
 
 

@@ -53,18 +53,25 @@ class Task:
     target: float
     budget: Callable[[int], int]  # batch -> samples at most
     every: Callable[[int], int]  # batch -> steps between evaluations
+    loss: Callable[[nn.Module, dict], torch.Tensor] = lambda model, batch: model(**batch).loss
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is compared."""
+    """What is compared. `model` tells apart the models of a file that has several."""
 
     way: str
     optimizer: str
     batch: int
+    model: str = ""
+
+    @property
+    def start(self) -> str:
+        """What the keys of its rows begin with."""
+        return f"{self.model}{'/' if self.model else ''}{self.way}/{self.optimizer}/{self.batch}/"
 
     def key(self, rate: float, seed: int) -> str:
-        return f"{self.way}/{self.optimizer}/{self.batch}/{rate:.3g}/seed{seed}"
+        return f"{self.start}{rate:.3g}/seed{seed}"
 
 
 def optimizer_of(model: nn.Module, cell: Cell, rate: float, seed: int):
@@ -90,7 +97,7 @@ def run(task: Task, cell: Cell, rate: float, seed: int, behind: float = math.inf
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, step / warmup)
-        if not math.isfinite(backward(model, next(batches))):
+        if not math.isfinite(backward(model, next(batches), task.loss)):
             return {**found, "stopped": "diverged"}
         optimizer.step()
         optimizer.zero_grad()
@@ -111,7 +118,7 @@ def run(task: Task, cell: Cell, rate: float, seed: int, behind: float = math.inf
     return found
 
 
-def backward(model: nn.Module, batch: dict) -> float:
+def backward(model: nn.Module, batch: dict, loss_of: Callable = Task.loss) -> float:
     """Gradients of the mean loss of a batch, in parts of MICRO samples; the loss."""
     count = len(next(iter(batch.values())))
     total = 0.0
@@ -120,7 +127,7 @@ def backward(model: nn.Module, batch: dict) -> float:
         part = {name: tensor[start : start + MICRO] for name, tensor in batch.items()}
         share = len(next(iter(part.values()))) / count
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**part).loss * share
+            loss = loss_of(model, part) * share
         loss.backward()
         total += float(loss.detach())
     return total
@@ -161,9 +168,9 @@ def search(start: float, measure: Callable[[float, float], dict]) -> float:
 
 def chosen(rows: dict, cell: Cell, seed: int = 0) -> float | None:
     """The best rate among the rows of a cell, None where there is none."""
-    start = f"{cell.way}/{cell.optimizer}/{cell.batch}/"
-    found = {float(key.split("/")[3]): row for key, row in rows.items()
-             if key.startswith(start) and key.endswith(f"/seed{seed}")}  # fmt: skip
+    end = f"/seed{seed}"
+    found = {float(key.removeprefix(cell.start).removesuffix(end)): row for key, row in rows.items()
+             if key.startswith(cell.start) and key.endswith(end)}  # fmt: skip
     best = None
     for rate, row in found.items():
         if better(row, found.get(best)):
@@ -178,14 +185,13 @@ def samples_of(rows: dict, cell: Cell, seeds) -> list[float]:
     return [math.inf if row["samples"] is None else row["samples"] for row in found if row is not None]
 
 
-def cells(ways, optimizers, batches) -> list[Cell]:
+def cells(ways, optimizers, batches, model: str = "") -> list[Cell]:
     """From small batches to large ones, since those begin their search where the smaller ended."""
-    return [Cell(way, optimizer, batch) for batch in batches for optimizer in optimizers for way in ways]
+    return [Cell(way, optimizer, batch, model) for batch in batches for optimizer in optimizers for way in ways]
 
 
-def sweep(record: Record, task: Task, plan: list[Cell], seeds, minutes: float) -> bool:
-    """Measure what is missing; whether everything is there now."""
-    deadline = time.monotonic() + 60 * minutes
+def sweep(record: Record, task: Task, plan: list[Cell], seeds, deadline: float) -> bool:
+    """Measure what is missing until `deadline` (of `time.monotonic`); whether everything is there now."""
 
     class TimeIsUp(Exception):
         pass

@@ -38,12 +38,12 @@ from benchmarks.sparsity import measured_sparsity
 from scripts.fetch_assets import ASSETS, locate
 
 
-BLOCK, STEPS, CONTEXT, BATCH, RATE = 32, 80, 128, 2, 3e-4
+BLOCK, STEPS, CONTEXT, BATCH, RATE = 32, 32, 128, 2, 3e-4
 # masks are frozen for the last quarter
-UPDATES, DECAY = 15, 0.25
+UPDATES, DECAY = 8, 0.25
 EVALUATED = (128, 40)
-CELLS = (("before", 0.0), ("gradual", 0.5), ("one-shot", 0.5), ("dense", 0.0), ("gradual", 0.7), ("one-shot", 0.7),
-         ("act", 0.5), ("act", 0.7))  # fmt: skip
+CELLS = (("before", 0.0), ("gradual", 0.5), ("one-shot", 0.5), ("gradual", 0.7), ("one-shot", 0.7), ("act", 0.5),
+         ("act", 0.7), ("dense", 0.0))  # fmt: skip
 
 
 @dataclass(frozen=True)

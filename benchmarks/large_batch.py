@@ -11,6 +11,7 @@ Writes benchmarks/results/large_batch.json; docs/measurement.md quotes it.
 """
 
 import argparse
+import time
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,7 +69,7 @@ def main(arguments) -> None:
     record = Record("large_batch", protocol, arguments.restart, timed=False)
     plan = cells(WAYS, OPTIMIZERS, BATCHES)
     print(f"{len(plan)} cells of about 6 runs, 5 to 60 seconds each; {len(record.rows)} runs are done.")
-    sweep(record, task(), plan, SEEDS, arguments.minutes)
+    sweep(record, task(), plan, SEEDS, time.monotonic() + 60 * arguments.minutes)
     print(summary(record.rows, plan, SEEDS))
 
 

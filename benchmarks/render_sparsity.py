@@ -1,25 +1,15 @@
-"""The tables of docs/sparsity.md: quality and speed from benchmarks/results/{sparsity,blocks}.json, and bounds from
-arithmetic alone.
+"""The tables and charts of docs/sparsity.md: quality and speed from benchmarks/results/*.json, and bounds from
+arithmetic alone, which docs/papers.md sets beside the paper's claims.
 
 python -m benchmarks.render_sparsity
 """
 
 import json
-import statistics
 from pathlib import Path
 
 from benchmarks.record import RESULTS, ROOT
 from benchmarks.render import conditions, replace_between, table
-
-
-WORDS = {
-    "dense": "dense",
-    "grow": "prune and grow (the default)",
-    "gradual": "gradual pruning, no growth",
-    "union": "gradual, union growth",
-    "one-shot": "one-shot at half, then trained on",
-    "static": "static random mask",
-}
+from benchmarks.sparsity_tables import finetune_chart, finetune_table, growth_table, quality_chart, quality_table
 
 
 # hidden, intermediate, layers, vocabulary, width of all queries, of all keys, whether the output layer is tied
@@ -31,6 +21,12 @@ ARCHITECTURES = {
     "Llama-3.1-70B": (8192, 28672, 80, 128256, 8192, 1024, False),
     "Llama-3.1-405B": (16384, 53248, 126, 128256, 16384, 1024, False),
 }
+# what abstracts and captions say of a model, at the highest sparsity they name
+CLAIMS = (
+    ("memory, times smaller", "Llama-3.1-405B", 0.95, "4.45 (second version), 3.12 (first)"),
+    ("inference on 16 GPUs, times faster", "Llama-3.1-405B", 0.95, "2.2"),
+    ("inference on one GPU, times faster", "Llama-3.2-1B", 0.95, "1.6"),
+)
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95)
 BLOCK = 32
 
@@ -61,35 +57,15 @@ def ceilings_table() -> str:
     return table(header, lines)
 
 
-def cells(rows: dict) -> dict[tuple[float, str], dict[int, float]]:
-    """(sparsity, method) -> {seed: held-out loss}."""
-    found: dict[tuple[float, str], dict[int, float]] = {}
-    for key, row in rows.items():
-        method, sparsity, seed = key.split("/")
-        found.setdefault((float(sparsity), method), {})[int(seed.removeprefix("seed"))] = row["test"]
-    return found
-
-
-def quality_table(content: dict) -> str:
-    """Held-out loss of each way at each sparsity, and its distances seed by seed: seeds share data and order."""
-    found = cells(content["rows"])
-    dense = found.get((0.0, "dense"), {})
+def claims_table() -> str:
+    """What the paper says of a model beside what its architecture allows: a memory or a decode rate that is bound by
+    reading weights can't exceed the ceiling."""
     lines = []
-    for sparsity, method in sorted(found, key=lambda cell: (cell[0], list(WORDS).index(cell[1]))):
-        tests = found[sparsity, method]
-        grown = found.get((sparsity, "grow"), {})
-
-        def gap(to, tests=tests):
-            both = [tests[seed] - to[seed] for seed in tests if seed in to]
-            return f"{statistics.fmean(both):+.3f}" if both else ""
-
-        lines.append([
-            f"{sparsity:.0%}", WORDS[method], str(len(tests)), f"{statistics.fmean(tests.values()):.3f}",
-            "" if method == "dense" else gap(dense), "" if method in ("dense", "grow") else gap(grown),
-            f"{max(tests.values()) - min(tests.values()):.3f}" if len(tests) > 1 else "",
-        ])  # fmt: skip
-    header = ["sparsity of the MLPs", "way", "seeds", "nats a byte", "to dense", "to prune and grow", "spread"]
-    return table(header, lines)
+    for claim, name, sparsity, value in CLAIMS:
+        mlp, total = sizes(*ARCHITECTURES[name])
+        lines.append([claim, f"{name}, {sparsity:.0%}", value, f"{ceiling(mlp, total, sparsity):.2f}",
+                      f"{ceiling(mlp, total, sparsity, 8):.2f}"])  # fmt: skip
+    return table(["claim", "model, sparsity", "the paper", "ceiling, 16 bits", "ceiling, all in 8 bits"], lines)
 
 
 def forward_table(rows: dict) -> str:
@@ -126,16 +102,27 @@ def span(values: list[float]) -> str:
 
 
 def write(folder: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
-    """Bring docs/sparsity.md up to date with what has been measured."""
+    """Bring docs/sparsity.md, its charts, and the paper's claims in docs/papers.md up to date."""
     path = docs / "sparsity.md"
     content = json.loads((folder / "sparsity.json").read_text())
     text = f"{quality_table(content)}\n\n{conditions(content)}"
     page = replace_between(path.read_text(), "ceilings", ceilings_table())
     page = replace_between(page, "sparsity quality", text)
+    page = replace_between(page, "sparsity growth", growth_table(content))
+    (docs / "sparsity_quality.svg").write_text(quality_chart(content))
+    finetuned = folder / "finetune_sparse.json"
+    if finetuned.exists():
+        content = json.loads(finetuned.read_text())
+        chart = "![loss against sparsity](sparsity_finetuned.svg)"
+        text = f"{finetune_table(content)}\n\n{chart}\n\n{conditions(content)}"
+        page = replace_between(page, "sparsity finetuning", text)
+        (docs / "sparsity_finetuned.svg").write_text(finetune_chart(content))
     content = json.loads((folder / "blocks.json").read_text())
     text = f"{forward_table(content['rows'])}\n\n{training_table(content['rows'])}\n\n{conditions(content)}"
     path.write_text(replace_between(page, "sparsity speed", text))
-    print(f"tables: {path}")
+    papers = docs / "papers.md"
+    papers.write_text(replace_between(papers.read_text(), "sparsity claims", claims_table()))
+    print(f"tables: {path}, {papers}")
 
 
 if __name__ == "__main__":

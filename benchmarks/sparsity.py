@@ -12,6 +12,7 @@ MLPs end at exactly the same measured sparsity. They differ in when blocks go an
     union       the same schedule, the best blocks by weight and the best by gradient
     one-shot    dense for half of the steps, then pruned to the target at once by norm, then trained on
     static      a random mask from the first step on
+    codes       as gradual, but 8-bit codes are trained directly, in the blocks and beside them
 
 What could help growth: more steps between updates, so that newborn blocks have learned something when they are judged
 (`-slow`: 50 steps), longer training (`-long`: 1,200 steps, 100 between updates), fewer newborn blocks (`grow-less`).
@@ -49,6 +50,7 @@ SEEDS = (0, 1, 2)
 METHODS = {
     "grow": {"grow": "budget", "grow_fraction": 0.3},
     "gradual": {"grow": "none"},
+    "codes": {"grow": "none"},
     "union": {"grow": "union"},
     "grow-less": {"grow": "budget", "grow_fraction": 0.1},
     "grow-slow": {"grow": "budget", "grow_fraction": 0.3, "step_size": 50},
@@ -60,8 +62,9 @@ LONG = 1200
 # the grid in the order in which it is measured, a seed after the other
 CELLS = (("dense", 0.0), ("grow", 0.9), ("gradual", 0.9), ("static", 0.9), ("one-shot", 0.9),
          ("grow", 0.7), ("gradual", 0.7), ("static", 0.7), ("one-shot", 0.7))  # fmt: skip
-LATER = (("gradual", 0.95), ("grow", 0.95), ("gradual", 0.8), ("grow", 0.8), ("gradual-slow", 0.9),
-         ("grow-slow", 0.9), ("static", 0.95), ("one-shot", 0.95), ("static", 0.8), ("one-shot", 0.8))  # fmt: skip
+GROWTH = (("gradual", 0.95), ("grow", 0.95), ("gradual", 0.8), ("grow", 0.8))
+LATER = (("codes", 0.9), ("gradual-slow", 0.9), ("grow-slow", 0.9), ("static", 0.95), ("one-shot", 0.95),
+         ("static", 0.8), ("one-shot", 0.8))  # fmt: skip
 LAST = (("dense-long", 0.0), ("gradual-long", 0.9), ("grow-long", 0.9), ("grow-less", 0.9), ("union", 0.9))
 TEST = ("persuasion", 128)
 
@@ -126,8 +129,9 @@ def train(run: Run, data, steps: int | None = None):
                          pad_token_id=None, bos_token_id=None, eos_token_id=None)  # fmt: skip
     model, callbacks = LlamaForCausalLM(config), []
     if not run.method.startswith("dense"):
-        model = lb.quantize(model, lb.BlastConfig(sparsity=run.sparsity, block_size=BLOCK))
-        callbacks = [callback(run.method)]
+        direct = {"bits": 8, "rest": lb.DQTConfig(8)} if run.method == "codes" else {}
+        model = lb.quantize(model, lb.BlastConfig(sparsity=run.sparsity, block_size=BLOCK, **direct))
+        callbacks = [callback(run.method), *([lb.DQTCallback()] if direct else [])]
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=RATE,
@@ -166,7 +170,7 @@ def measure(run: Run, data, test, steps: int | None = None) -> dict:
 def summary(rows: dict) -> str:
     """Mean loss of each cell that has a run, its distance to dense, and its spread over seeds."""
     lines = [f"{'method':14}{'sparsity':>9}{'seeds':>7}{'nats/byte':>11}{'to dense':>10}{'spread':>8}"]
-    for method, sparsity in (*CELLS, *LATER, *LAST):
+    for method, sparsity in (*CELLS, *GROWTH, *LATER, *LAST):
         seeds = [seed for seed in SEEDS if Run(method, sparsity, seed).key in rows]
         if not seeds:
             continue
@@ -190,7 +194,12 @@ def main(arguments) -> None:
         "targets": "mlp, row-balanced", "dtype": "float32", "seeds": SEEDS,
     }  # fmt: skip
     record = Record("sparsity", protocol, arguments.restart, timed=False)
-    runs = [Run(*cell, seed) for cells in (CELLS, (*LATER, *LAST)) for seed in SEEDS for cell in cells]
+    runs = [
+        Run(*cell, seed)
+        for cells in (CELLS, GROWTH[:2], GROWTH[2:], (*LATER, *LAST))
+        for seed in SEEDS
+        for cell in cells
+    ]
     left = sum(run.key not in record.rows for run in runs)
     print(f"{len(runs)} runs, {len(runs) - left} done; a run takes one to two minutes, long ones three times that.")
     deadline = time.monotonic() + 60 * arguments.minutes

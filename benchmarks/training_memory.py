@@ -39,6 +39,8 @@ WAYS = {
     "DQT 8 bits, 32-bit states": ("bfloat16", {"bits": 8}, {"state_bits": 32}),
     "DQT 8 bits, 8-bit states": ("bfloat16", {"bits": 8}, {"state_bits": 8}),
     "DQT 8 bits, 8-bit states, released": ("bfloat16", {"bits": 8}, {"state_bits": 8, "release_gradients": True}),
+    "DQT 8 bits, 4-bit states": ("bfloat16", {"bits": 8}, {"state_bits": 4}),
+    "DQT 8 bits, 4-bit states, released": ("bfloat16", {"bits": 8}, {"state_bits": 4, "release_gradients": True}),
     "DQT ternary, 8-bit states": ("bfloat16", {"bits": "ternary"}, {"state_bits": 8}),
     "DQT ternary, 4-bit states": ("bfloat16", {"bits": "ternary"}, {"state_bits": 4}),
     "DQT ternary, 8-bit states, released": (

@@ -3,8 +3,8 @@
     python scripts/fetch_assets.py
     python examples/blast_smollm2.py
 
-The checkpoint loads dense; `BlastCallback` removes blocks on a cubic schedule and lets some grow back, and packs the
-model when training ends. The file then holds live blocks only, and reloads straight into sparse layers. A run as short
+The checkpoint loads dense; `BlastCallback` removes blocks on a cubic schedule, and packs the model when
+training ends. The file then holds live blocks only, and reloads straight into sparse layers. A run as short
 as the default's shows how it works; quality takes thousands of steps (docs/sparsity.md).
 """
 

@@ -37,7 +37,7 @@ def embed(model, tokenizer, sentences) -> torch.Tensor:
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def main(model: str | None, bits: int, group_size: int) -> None:
+def main(model: str | None, bits: int, group_size: int, output: str | None) -> None:
     source = model or locate("minilm")
     if source is None:
         raise SystemExit("MiniLM is not on this machine yet; run `python scripts/fetch_assets.py minilm`.")
@@ -51,6 +51,9 @@ def main(model: str | None, bits: int, group_size: int) -> None:
     print(f"\nsimilarity to {SENTENCES[0]!r}: dense, {bits} bits")
     for index, sentence in enumerate(SENTENCES[1:], start=1):
         print(f"  {float(dense[0] @ dense[index]):6.3f} {float(lowbit[0] @ lowbit[index]):6.3f}   {sentence}")
+    if output is not None:
+        lowbit_model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
 
 
 if __name__ == "__main__":
@@ -58,4 +61,5 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="a folder or Hub id of an encoder; MiniLM as fetched when left out")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--output", help="a folder to save the low-bit model in")
     main(**vars(parser.parse_args()))

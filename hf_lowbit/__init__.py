@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .nn.codes import codes
     from .pipeline import compress
     from .quantizers.freeze import freeze
+    from .quantizers.loftq import initialize_from_error
     from .quantizers.memory import quantize
     from .quantizers.merging import merge_as
     from .quantizers.prepare import prepare_model_for_lowbit_training
@@ -48,6 +49,7 @@ __all__ = [
     "export",
     "freeze",
     "import_checkpoint",
+    "initialize_from_error",
     "inspect",
     "merge_as",
     "prepare_model_for_lowbit_training",
@@ -73,6 +75,7 @@ _HOMES = {
     "export": "exports",
     "freeze": "quantizers.freeze",
     "import_checkpoint": "imports",
+    "initialize_from_error": "quantizers.loftq",
     "inspect": "compression.inspect",
     "merge_as": "quantizers.merging",
     "prepare_model_for_lowbit_training": "quantizers.prepare",

@@ -1,5 +1,5 @@
 """Everything that transformers must know about us: the quantizer, and the cards of a plain `push_to_hub` and of
-Trainer's; and peft: the adapter layers."""
+Trainer's; peft: the adapter layers; and optimum-cli: our commands."""
 
 from __future__ import annotations
 
@@ -28,5 +28,12 @@ def register_trainer() -> None:
 def register_peft() -> None:
     """Tell PEFT, which must have been imported, about low-bit layers. Calling it again changes nothing."""
     from .quantizers.peft_hooks import install
+
+    install()
+
+
+def register_optimum() -> None:
+    """Add `lowbit` to optimum-cli, whose module must have been imported. Calling it again changes nothing."""
+    from .cli.optimum import install
 
     install()

@@ -10,8 +10,8 @@ reached are rounded without data, and listed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,14 @@ WITHOUT_DATA = {
 }
 
 
+class Journal(Protocol):
+    """Where a stage writes down what it has finished (`pipeline/journal.py`)."""
+
+    def find(self, stage: str, key: str) -> tuple[dict[str, Tensor], Any] | None: ...
+
+    def keep(self, stage: str, key: str, tensors: dict[str, Tensor], facts: Any) -> None: ...
+
+
 @dataclass
 class ModuleRecord:
     """How one weight was rounded: `error` is the relative output error (None without data), `note` what to know."""
@@ -54,25 +62,27 @@ def quantize_layers(
     batches: list[dict],
     propagation: Propagation | None = None,
     passes: int = 1,
-    done: Callable[[str], None] = lambda name: None,
+    journal: Journal | None = None,
 ) -> list[ModuleRecord]:
     """Convert `targets` in place by GPTQ with error propagation. Training mode and hooks are as before.
 
     Args:
         batches: see `calibrate.make_batches`. propagation: the correction toward the dense model; None for none.
         passes: how often the inputs inside a block are taken anew while it is quantized: 1 takes them once.
+        journal: keeps what is finished; what it holds already is taken from there, with the same result.
 
     Raises:
         ValueError: when a weight, or an input on the data, holds NaN or infinity.
     """
     targets = [target for target in targets if target.packed is not None]
     with undisturbed(model), torch.no_grad():
-        return _Stage(model, targets, batches, propagation, passes, done).run()
+        return _Stage(model, targets, batches, propagation, passes, journal).run()
 
 
 class _Stage:
-    def __init__(self, model, targets, batches, propagation, passes, done):
-        self.model, self.batches, self.propagation, self.passes, self.done = model, batches, propagation, passes, done
+    def __init__(self, model, targets, batches, propagation, passes, journal):
+        self.model, self.batches, self.propagation, self.passes = model, batches, propagation, passes
+        self.journal = journal
         self.waiting = {t.name: t for t in targets}
         self.records: list[ModuleRecord] = []
 
@@ -99,6 +109,8 @@ class _Stage:
             inside = [t for n, t in self.waiting.items() if n.startswith(f"{name}.")]
             original = copy.deepcopy(block) if inside and self.propagation else block
             solved = {t.module_name: t for t in inside if t.kind in SOLVED_KINDS}
+            if self._take(list(solved.values())):
+                solved = {}
             while solved:
                 sums = Accumulator()
                 here = {n: t.module for n, t in solved.items()}
@@ -122,11 +134,10 @@ class _Stage:
                 if self.propagation:
                     x[b] = dense[b].enter(index, original, x[b])
                 xq[b] = quantized[b].enter(index, block, xq[b])
-            self.done(name)
 
     def _rest(self) -> None:
         solved = {t.module_name: t for t in self.waiting.values() if t.kind in SOLVED_KINDS}
-        if solved:
+        if solved and not self._take(list(solved.values())):
             sums = Accumulator()
             for batch in self.batches:
                 with watch_inputs({n: t.module for n, t in solved.items()}) as seen:
@@ -136,7 +147,21 @@ class _Stage:
                 self._solve([solved[n] for n in found.names], found)
         self._round(list(self.waiting.values()), "no token of the calibration data reached it")
 
+    def _take(self, targets: list[Target]) -> bool:
+        """Convert `targets` to what the journal holds of them; False, and nothing done, where it lacks one."""
+        kept = {t.name: self.journal.find("layer", t.name) for t in targets} if self.journal else {}
+        if not targets or not kept or None in kept.values():
+            return False
+        device = {t.name: t.module._parameters[t.parameter].device for t in targets}
+        stored = {n: {s: v.to(device[n]) for s, v in _by_suffix(tensors).items()} for n, (tensors, _) in kept.items()}
+        convert(targets, lambda target, weight: stored[target.name], quiet=True)
+        for target in targets:
+            self._record(target, **kept[target.name][1])
+        return True
+
     def _solve(self, members: list[Target], found) -> None:
+        if self._take(members):
+            return
         weights = [_oriented(t) for t in members]
         if self.propagation:
             weights = [correct(w, found, self.propagation)[0] for w in weights]
@@ -144,7 +169,11 @@ class _Stage:
         stored = {t.name: store(s, t.packed) for t, s in zip(members, solutions, strict=True)}
         convert(members, lambda target, weight: stored[target.name], quiet=True)
         for target, solution in zip(members, solutions, strict=True):
-            self._record(target, "gptq", solution.error, found.tokens, solution.note)
+            facts = {"method": "gptq", "error": solution.error, "tokens": found.tokens, "note": solution.note}
+            if self.journal:
+                tensors = {f"weight{suffix}": tensor for suffix, tensor in stored[target.name].items()}
+                self.journal.keep("layer", target.name, tensors, facts)
+            self._record(target, **facts)
 
     def _round(self, targets: list[Target], note: str | None) -> None:
         if not targets:
@@ -156,6 +185,10 @@ class _Stage:
     def _record(self, target: Target, method: str, error, tokens: int, note) -> None:
         self.waiting.pop(target.name, None)
         self.records.append(ModuleRecord(target.name, target.packed.scheme.bits, method, error, tokens, note))
+
+
+def _by_suffix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("weight"): tensor for name, tensor in tensors.items()}
 
 
 def _oriented(target: Target) -> Tensor:

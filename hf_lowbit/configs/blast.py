@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .blast_fields import (
+    LATER_FIELDS,
     SPARSE_FIELDS,
     check_block_size,
     check_sparsity,
@@ -140,6 +141,9 @@ class BlastConfig(LowBitConfig):
         dense_layers: layers to leave dense: numbers (negative ones count from the end), or {"first": n, "last": n};
             default none.
         overrides: {name or "re:pattern": {"sparsity": ..., "block_size": ...}} for single layers.
+        share_gate_up_mask: True gives the gate and up projections of a gated MLP one mask, by the sum of their scores:
+            half the indices, and one pass over the input for both; default False. They must have equal blocks and
+            targets.
         one_shot: prune at once, by the norm of blocks, without training. Refused above a sparsity of 0.02: it ruins
             models.
         dequantize: turn a sparse checkpoint back into dense weights while loading.
@@ -150,7 +154,7 @@ class BlastConfig(LowBitConfig):
     """
 
     fields = ("sparsity", "block_size", "targets", "bits", "rest", "modules_to_not_convert", "balance",
-              "dense_layers", "overrides", "one_shot", "dequantize", "activations")  # fmt: skip
+              "dense_layers", "overrides", "share_gate_up_mask", "one_shot", "dequantize", "activations")  # fmt: skip
 
     def __init__(
         self,
@@ -163,6 +167,7 @@ class BlastConfig(LowBitConfig):
         balance: str = "row",
         dense_layers: list[int] | Mapping[str, int] | None = None,
         overrides: Mapping[str, Mapping] | None = None,
+        share_gate_up_mask: bool = False,
         one_shot: bool = False,
         dequantize: bool = False,
         activations: str | None = None,
@@ -174,9 +179,8 @@ class BlastConfig(LowBitConfig):
         if saved is not None:
             section = read_section(saved)
             sparsity, block_size, targets, balance = (section[f] for f in SPARSE_FIELDS[:4])
-            dense_layers, overrides, bits, rest = (section[f] for f in SPARSE_FIELDS[4:8])
-            # sections written before there was a choice lack it
-            activations = section.get("activations")
+            dense_layers, overrides, bits, rest = (section[f] for f in SPARSE_FIELDS[4:])
+            share_gate_up_mask, activations = section["share_gate_up_mask"], section["activations"]
             self.layouts = {name: _read_layout(name, layout) for name, layout in section["modules"].items()}
             for field in ("bits", "group_size", "symmetric", "activations", "method", "modules"):
                 kwargs.pop(field, None)
@@ -199,8 +203,10 @@ class BlastConfig(LowBitConfig):
         self.balance = balance
         self.dense_layers = read_dense_layers(dense_layers)
         self.overrides = read_overrides(overrides)
-        if one_shot is not True and one_shot is not False:
-            raise TypeError(f"`one_shot`={one_shot!r} must be True or False.")
+        for field, value in (("one_shot", one_shot), ("share_gate_up_mask", share_gate_up_mask)):
+            if value is not True and value is not False:
+                raise TypeError(f"`{field}`={value!r} must be True or False.")
+        self.share_gate_up_mask = share_gate_up_mask
         highest = max([self.sparsity, *(o.get("sparsity", 0.0) for o in self.overrides.values())])
         if one_shot and highest > ONE_SHOT_LIMIT:
             raise ValueError(
@@ -221,6 +227,7 @@ class BlastConfig(LowBitConfig):
         section["block_size"] = list(self.block_size)
         section["overrides"] = {name: dict(fields) for name, fields in self.overrides.items()}
         section["rest"] = None if self.rest is None else self.rest.to_dict()
+        section |= {f: getattr(self, f) for f, default in LATER_FIELDS.items() if getattr(self, f) != default}
         return {"method": "blast", **section, "modules": {n: layout.to_dict() for n, layout in self.layouts.items()}}
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,11 +10,9 @@ from .lowbit import LowBitConfig
 
 TARGETS = ("mlp", "attention", "all")
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
-SPARSE_FIELDS = (
-    "sparsity", "block_size", "targets", "balance", "dense_layers", "overrides", "bits", "rest", "activations",
-)  # fmt: skip
-# what later versions added
-OPTIONAL_FIELDS = ("activations",)
+SPARSE_FIELDS = ("sparsity", "block_size", "targets", "balance", "dense_layers", "overrides", "bits", "rest")
+# written only where it is not the default, so that a config from before it existed is the same config
+LATER_FIELDS = {"share_gate_up_mask": False, "activations": None}
 
 
 def check_sparsity(value: Any, field: str = "sparsity") -> float:
@@ -103,8 +101,8 @@ def read_overrides(overrides: Any) -> dict[str, dict]:
 def read_section(section: Any) -> Mapping:
     if not isinstance(section, Mapping) or section.get("method") != "blast":
         raise ValueError(f"`sparse`={section!r} is not known to this hf_lowbit; upgrade hf_lowbit.")
-    missing = sorted({*SPARSE_FIELDS, "modules"} - set(section) - set(OPTIONAL_FIELDS))
-    unknown = sorted(set(section) - {"method", "modules", *SPARSE_FIELDS})
+    missing = sorted({*SPARSE_FIELDS, "modules"} - set(section))
+    unknown = sorted(set(section) - {"method", "modules", *SPARSE_FIELDS, *LATER_FIELDS})
     if missing or unknown:
         raise ValueError(f"`sparse` of the saved config lacks {missing} and has unknown {unknown}.")
-    return section
+    return {**LATER_FIELDS, **section}

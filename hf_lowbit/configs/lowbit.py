@@ -68,6 +68,10 @@ class LowBitConfig(QuantizationConfigMixin):
     kinds: tuple[str, ...] | None = None
     # how the codes are trained (see DQTConfig); None: they are not
     training: dict[str, Any] | None = None
+    # where dense weights wait while others are rounded with data (`quantizers/spool.py`); None: in memory. Never saved
+    spool: Any = None
+    # what an interrupted conversion has done already (`pipeline/journal.py`). Never saved
+    journal: Any = None
     # which blocks of which weights exist (see BlastConfig); None: all do
     sparse: dict[str, Any] | None = None
 

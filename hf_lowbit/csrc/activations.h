@@ -109,3 +109,18 @@ static inline void T(next_digit)(int32_t *r, int64_t columns, int8_t *codes) {
         r[k] = (r[k] - codes[k]) >> 8;
     }
 }
+
+#ifdef VB
+/* VB P codes in the order of k -> their phases: P times VB of them, `apart` bytes from one phase to the next */
+INLINE void T(split_phases)(const int8_t *codes, int8_t *out, int64_t apart, const int P) {
+    if (P == 2) {
+        uint16_t words[VB];
+        memcpy(words, codes, sizeof words);
+        for (int i = 0; i < 2; i++) for (int j = 0; j < VB; j++) out[i * apart + j] = (int8_t)(words[j] >> 8 * i);
+    } else {
+        uint32_t words[VB];
+        memcpy(words, codes, sizeof words);
+        for (int i = 0; i < 4; i++) for (int j = 0; j < VB; j++) out[i * apart + j] = (int8_t)(words[j] >> 8 * i);
+    }
+}
+#endif

@@ -23,6 +23,14 @@ struct lowbit_blocks {
     void *y;                             /* [M, NB bn] */
 };
 
+/* the gradient of live blocks, all in bfloat16; fields as above */
+struct lowbit_block_gradient {
+    int64_t block_rows, height, width, live, in_features, m, x_stride, dy_stride, threads;
+    const void *x, *dy;                  /* [M, K], [M, NB bn] */
+    const int32_t *columns, *pointers;
+    void *out;                           /* as the blocks lie */
+};
+
 /* `x`: what a tier makes of x once a call; `columns`: K up to whole blocks */
 struct blocks_job { const struct lowbit_blocks *p; float *x; int64_t columns; int failed; };
 

@@ -23,19 +23,6 @@ struct T(dot_job) {
     int64_t rows;           /* M, or digits */
 };
 
-/* codes of one block in the order of k -> its phases, [P][VB] */
-INLINE void T(split_phases)(const int8_t *codes, int8_t *out, const int P) {
-    if (P == 2) {
-        uint16_t words[VB];
-        memcpy(words, codes, sizeof words);
-        for (int i = 0; i < 2; i++) for (int j = 0; j < VB; j++) out[i * VB + j] = (int8_t)(words[j] >> 8 * i);
-    } else {
-        uint32_t words[VB];
-        memcpy(words, codes, sizeof words);
-        for (int i = 0; i < 4; i++) for (int j = 0; j < VB; j++) out[i * VB + j] = (int8_t)(words[j] >> 8 * i);
-    }
-}
-
 /* row m of `codes`, which is padded with zeros, in the order of the weights, and its sums */
 static void T(dot_arrange)(struct T(dot_job) *job, int64_t m, const int8_t *codes) {
     const struct lowbit_problem *p = job->c->p;
@@ -45,8 +32,8 @@ static void T(dot_arrange)(struct T(dot_job) *job, int64_t m, const int8_t *code
     vi total = zero_i(), ones = set_i(0x01010101), offset = set_i(-job->offset);
     for (int64_t b = 0; b < job->blocks; b++, out += P * VB) {
         const int8_t *block = codes + b * P * VB;
-        if (P == 4) T(split_phases)(block, out, 4);
-        else if (P == 2) T(split_phases)(block, out, 2);
+        if (P == 4) T(split_phases)(block, out, VB, 4);
+        else if (P == 2) T(split_phases)(block, out, VB, 2);
         else memcpy(out, block, VB);
         vi sum = zero_i();
         for (int64_t i = 0; i < P; i++) sum = dot(0, sum, ones, load(out + i * VB));

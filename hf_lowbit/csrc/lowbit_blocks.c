@@ -1,4 +1,5 @@
-/* Products with block-sparse weights on a CPU: forward, and the gradient to x as the product with the transposed blocks. */
+/* Products with block-sparse weights on a CPU: forward, the gradient to x as the product with the transposed blocks, and the
+ * gradient of the blocks. */
 #define _GNU_SOURCE
 #include "tiers.h"
 #include "parallel.h"
@@ -7,7 +8,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* up to so many rows, x is multiplied with low-bit blocks as digits (measured) */
-enum { FEW_DIGIT_ROWS = 4 };
+enum { FEW_DIGIT_ROWS = 8 };
 
 #define T(name) name##_blocks_portable
 #include "block_portable.h"
@@ -46,6 +47,7 @@ TARGET_END
 TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16")
 #include "amx.h"
 #include "block_amx.h"
+#include "block_gradient.h"
 TARGET_END
 #endif
 #include "end_tier.h"
@@ -70,4 +72,19 @@ EXPORT int lowbit_block_linear(const struct lowbit_blocks *call, int64_t tier) {
 #endif
     (void)tier;
     return blocks_linear_blocks_portable(&p);
+}
+
+/* 0, or -1 when there is no memory, or -2 where there are no matrix tiles or the blocks do not fill them */
+EXPORT int lowbit_block_gradient(const struct lowbit_block_gradient *call, int64_t tier) {
+    struct lowbit_block_gradient p = *call;
+#if defined(__x86_64__) && defined(COMPILER_HAS_AMX)
+    if (tier < 4 || p.height % 16 || p.width % 16) return -2;
+    int64_t blocks = p.pointers ? p.pointers[p.block_rows] : p.block_rows * p.live;
+    if (blocks * p.height * p.width * p.m < SMALL_BLOCKS) p.threads = 1;
+    return amx_block_gradient(&p);
+#else
+    (void)p;
+    (void)tier;
+    return -2;
+#endif
 }

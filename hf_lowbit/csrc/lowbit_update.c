@@ -4,6 +4,10 @@
  * noise belongs to the element, and each row is worked off by one thread.
  */
 #define _GNU_SOURCE
+#ifdef __clang__
+/* gcc has it so with -std=c11 */
+#pragma STDC FP_CONTRACT OFF
+#endif
 #include "tiers.h"
 #include "parallel.h"
 #include <math.h>
@@ -36,42 +40,56 @@ struct lowbit_update {
     int64_t changed, levels;                       /* results */
 };
 
-struct lowbit_buffers { float *g, *m, *v; uint32_t *words, *noise; int32_t *moves; uint8_t *codes, *bytes; int64_t changed, levels; };
+/* buffers of one thread. Of a row: gradient, moments and codes, in place or copied; of a block: the rest */
+struct lowbit_buffers {
+    const float *g;
+    float *m, *v, *inverse, *zero;
+    uint8_t *m_row, *v_row, *codes, *code_copy, *bytes;
+    int32_t *words;
+    const uint32_t *column_words;
+    uint32_t row_word;
+    int64_t changed, levels;
+};
 struct update_job { struct lowbit_update *u; const uint32_t *column_words; int failed; };
 
-#define T(name) name##_portable
-static void roots_portable(const float *x, int64_t count, float *out) {
-    for (int64_t k = 0; k < count; k++) out[k] = sqrtf(x[k]);
+/* elements at a time of a row whose moments have no blocks */
+enum { CHUNK = 512 };
+
+static uint32_t mix_word(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
 }
+
+#define T(name) name##_portable
+#include "update_lanes.h"
 #include "update.h"
-#undef T
+#define END_TIER
+#include "update_names.h"
 
 #if defined(__x86_64__)
-TARGET("avx2,fma,f16c")
+TARGET("avx2,fma,f16c,popcnt")
 #define T(name) name##_avx2
-/* buffers are longer than their rows by more than a vector */
-static void roots_avx2(const float *x, int64_t count, float *out) {
-    for (int64_t k = 0; k < count; k += 8) _mm256_storeu_ps(out + k, _mm256_sqrt_ps(_mm256_loadu_ps(x + k)));
-}
+#include "update_lanes_avx2.h"
 #include "update.h"
-#undef T
+#define END_TIER
+#include "update_names.h"
 TARGET_END
 
-TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")
+TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c,popcnt")
 #define T(name) name##_avx512
-static void roots_avx512(const float *x, int64_t count, float *out) {
-    for (int64_t k = 0; k < count; k += 16) _mm512_storeu_ps(out + k, _mm512_sqrt_ps(_mm512_loadu_ps(x + k)));
-}
+#include "update_lanes_avx512.h"
 #include "update.h"
-#undef T
+#define END_TIER
+#include "update_names.h"
 TARGET_END
 #endif
 
 /* 0, or -1 when there is no memory; `tier` as in lowbit_linear, and one that this processor has */
 EXPORT int lowbit_update(struct lowbit_update *u, int64_t tier) {
-    uint32_t *column_words = scratch(u->columns * 4);
+    uint32_t *column_words = scratch(round_up(u->columns + 32, 64) * 4);
     if (!column_words) return -1;
-    for (int64_t k = 0; k < u->columns; k++) column_words[k] = mix_portable((uint32_t)(k + u->column_key));
+    for (int64_t k = 0; k < u->columns; k++) column_words[k] = mix_word((uint32_t)(k + u->column_key));
     struct update_job job = {u, column_words, 0};
     u->changed = u->levels = 0;
     range_function run = update_range_portable;

@@ -1,44 +1,46 @@
 /* One optimizer step of a packed weight, row by row; the definition is hf_lowbit/functional/update.py, bit for bit.
  *
  * Numbers meet the operations of the definition in its order, each rounded once (-std=c11 fuses none); all else is
- * integers. A row is worked off in passes over buffers that stay in cache, plain loops that a compiler vectorizes for the
- * target in force: included once a tier, with T(name) and T(roots).
+ * integers. A row is worked off block by block, as moments of 8 and 4 bits are cut. The first pass over a block does
+ * everything but storing such moments, which must know the largest of their block first: a second pass does that. What is
+ * left of a block after its last whole vector is copied to a vector of its own and back.
+ *
+ * Included once a tier, with T(name), LANES, and what compilers do badly with their vector types: see update_lanes.h; a
+ * comparison of vectors gives lanes of 0 or -1.
  */
-#define mix T(mix)
-#define spread T(spread)
-#define join T(join)
-#define load_gradient T(load_gradient)
-#define load_moment T(load_moment)
-#define save_moment T(save_moment)
-#define largest T(largest)
-#define direct T(direct)
-#define move_codes T(move_codes)
-#define update_range T(update_range)
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
-INLINE uint32_t mix(uint32_t x) {
-    x = (x ^ x >> 16) * 0x7FEB352Du;
-    x = (x ^ x >> 15) * 0x846CA68Bu;
-    return x ^ x >> 16;
+#include "update_fields.h"
+
+INLINE vi load(const void *p) { vi x; memcpy(&x, p, sizeof x); return x; }
+INLINE vf load_f(const void *p) { vf x; memcpy(&x, p, sizeof x); return x; }
+INLINE vi load_half(const void *p) { vh x; memcpy(&x, p, sizeof x); return __builtin_convertvector(x, vi); }
+INLINE void store(void *p, vi x) { memcpy(p, &x, sizeof x); }
+INLINE void store_f(void *p, vf x) { memcpy(p, &x, sizeof x); }
+INLINE void store_half(void *p, vi x) { vh h = __builtin_convertvector(x, vh); memcpy(p, &h, sizeof h); }
+INLINE vi all(int32_t x) { return x - (vi){0}; }
+INLINE vf all_f(float x) { return x - (vf){0}; }
+INLINE vi shift_right(vi x, int n) { return (vi)((vu)x >> n); }
+INLINE vi mix(vi x) {
+    x = (x ^ shift_right(x, 16)) * 0x7FEB352D;
+    x = (x ^ shift_right(x, 15)) * (int32_t)0x846CA68B;
+    return x ^ shift_right(x, 16);
 }
-
-/* fields of `width` bits, one byte each; writes up to 7 beyond the last */
-static void spread(const uint8_t *stored, int64_t bytes, int width, uint8_t *out) {
-    if (width == 4) for (int64_t i = 0; i < bytes; i++) ((pair *)out)[i] = (pair)((stored[i] | stored[i] << 4) & 0x0f0f);
-    if (width == 2) for (int64_t i = 0; i < bytes; i++) {
-        uint32_t b = stored[i];
-        ((quad *)out)[i] = (b | b << 6 | b << 12 | b << 18) & 0x03030303u;
-    }
-    if (width == 1) for (int64_t i = 0; i < bytes; i++)
-        ((octet *)out)[i] = (((stored[i] * 0x0101010101010101u) & 0x8040201008040201u) + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
+/* the words that round moments: the first's, and the second's */
+INLINE vi noise_of_m(vi word) { word = word * 0x31848BAB; return word ^ shift_right(word, 15); }
+INLINE vi noise_of_v(vi noise) { return (noise >> 8) ^ (noise << 24); }
+/* lanes that lie before the end, of which `left` elements are to come */
+INLINE vi before_end(int64_t left) {
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load(lanes) < all((int32_t)left);
 }
-
-static void join(const uint8_t *in, int64_t bytes, int width, uint8_t *stored) {
-    if (width == 4) for (int64_t i = 0; i < bytes; i++) { uint32_t w = ((const pair *)in)[i]; stored[i] = (uint8_t)(w | w >> 4); }
-    if (width == 2) for (int64_t i = 0; i < bytes; i++) {
-        uint32_t w = ((const quad *)in)[i];
-        stored[i] = (uint8_t)(w | w >> 6 | w >> 12 | w >> 18);
-    }
-    if (width == 1) for (int64_t i = 0; i < bytes; i++) stored[i] = (uint8_t)(((const octet *)in)[i] * 0x0102040810204080u >> 56);
+INLINE int64_t sum_of(vi x) {
+    int32_t lanes[LANES];
+    int64_t sum = 0;
+    memcpy(lanes, &x, sizeof x);
+    for (int i = 0; i < LANES; i++) sum += lanes[i];
+    return sum;
 }
 
 static void load_gradient(const struct lowbit_update *u, int64_t n, float *g) {
@@ -57,211 +59,254 @@ static void load_gradient(const struct lowbit_update *u, int64_t n, float *g) {
 }
 
 /* moments as numbers: functional/moments.py, `decode` */
-static void load_moment(const struct lowbit_update *u, const struct lowbit_moment *moment, int64_t n, struct lowbit_buffers *b, float *x) {
-    int64_t columns = u->columns;
-    quad *pattern = (quad *)x;
-    if (u->state_bits == 32) memcpy(x, (const float *)moment->codes + n * columns, (size_t)columns * 4);
-    if (u->state_bits == 16) {
-        const uint16_t *from = (const uint16_t *)moment->codes + n * columns;
-        for (int64_t k = 0; k < columns; k++) pattern[k] = (uint32_t)from[k] << 16;
-    }
-    if (u->state_bits > 8) return;
-    const uint8_t *codes = moment->codes + n * u->state_row;
-    int shift = u->state_bits == 8 ? 20 : 23;
-    if (u->state_bits == 4) {
-        uint8_t *fields = b->bytes;
-        spread(codes, u->state_row, 4, fields);
-        /* sign extension of four bits */
-        if (moment->is_signed) for (int64_t k = 0; k < columns; k++) fields[k] = (uint8_t)((fields[k] ^ 8) - 8);
-        codes = fields;
-    }
-    for (int64_t block = 0; block < u->blocks; block++) {
-        int64_t begin = block * u->width, end = min64(begin + u->width, columns);
-        int32_t base = moment->base[n * u->blocks + block];
-        if (!moment->is_signed) {
-            for (int64_t k = begin; k < end; k++) pattern[k] = (uint32_t)(codes[k] + base) << shift;
-            continue;
-        }
-        for (int64_t k = begin; k < end; k++) {
-            int32_t field = (int8_t)codes[k], level = field < 0 ? -field : field;
-            uint32_t bits = (uint32_t)(level + base) << shift | ((uint32_t)field & 0x80000000u);
-            pattern[k] = field == 0 ? 0 : bits;
-        }
-    }
+INLINE vf read_moment(int bits, int is_signed, const uint8_t *from, vi base) {
+    if (bits == 32) return load_f(from);
+    if (bits == 16) return (vf)(load_half(from) << 16);
+    int shift = bits == 8 ? 20 : 23;
+    if (!is_signed) return (vf)((widen(from) + base) << shift);
+    vi field = bits == 8 ? widen_signed(from) : (widen(from) ^ 8) - 8;
+    vi pattern = (absolute(field) + base) << shift;
+    return (vf)((pattern | (field & INT32_MIN)) & (field != 0));
 }
 
-/* the larger of patterns without sign */
-static int32_t largest(const quad *pattern, int64_t begin, int64_t end) {
-    int32_t most = 0;
-    for (int64_t k = begin; k < end; k++) {
-        int32_t bits = (int32_t)(pattern[k] & 0x7fffffffu);
-        most = bits > most ? bits : most;
-    }
-    return most;
+/* `encode` of a vector whose block's base is known; `pattern` without its sign if it has none */
+INLINE vi fields_of(int bits, int is_signed, vi base, vi pattern, vi noise) {
+    int shift = bits == 8 ? 20 : 23, top = (bits == 8 ? 255 : 15) >> is_signed;
+    vi size = is_signed ? pattern & INT32_MAX : pattern;
+    vi code = (((noise & ((1 << shift) - 1)) + size) >> shift) - base;
+    code = smaller(larger(code, all(!is_signed)), all(top));
+    if (is_signed) { vi sign = pattern >> 31; code = (code ^ sign) - sign; }
+    return bits == 8 ? code : code & 15;
 }
 
-/* numbers as moments: `encode`, and for 16 bits `to_bfloat16` */
-static void save_moment(const struct lowbit_update *u, struct lowbit_moment *moment, int64_t n, struct lowbit_buffers *b, const float *x, const uint32_t *noise) {
-    int64_t columns = u->columns;
-    const quad *pattern = (const quad *)x;
-    if (u->state_bits == 32) memcpy((float *)moment->codes + n * columns, x, (size_t)columns * 4);
-    if (u->state_bits == 16) {
-        uint16_t *to = (uint16_t *)moment->codes + n * columns;
-        for (int64_t k = 0; k < columns; k++) to[k] = (uint16_t)((pattern[k] + (noise[k] & 0xffff)) >> 16);
-    }
-    if (u->state_bits > 8) return;
-    int shift = u->state_bits == 8 ? 20 : 23, top = u->state_bits == 8 ? 255 : 15, low = 1;
-    if (moment->is_signed) { top >>= 1; low = 0; }
-    uint32_t mask = (1u << shift) - 1;
-    uint8_t *codes = u->state_bits == 8 ? moment->codes + n * u->state_row : b->bytes;
-    for (int64_t block = 0; block < u->blocks; block++) {
-        int64_t begin = block * u->width, end = min64(begin + u->width, columns);
-        int32_t base = (begin < end ? largest(pattern, begin, end) >> shift : 0) - (top - 1);
-        base = base < 0 ? 0 : base;
-        moment->base[n * u->blocks + block] = (int16_t)base;
-        for (int64_t k = begin; k < end; k++) {
-            int32_t code = (int32_t)((noise[k] & mask) + (pattern[k] & 0x7fffffffu)) >> shift;
-            code -= base;
-            code = code < low ? low : code;
-            code = code > top ? top : code;
-            int32_t sign = (int32_t)pattern[k] >> 31;
-            codes[k] = (uint8_t)((code ^ sign) - sign);
-        }
-    }
-    if (u->state_bits == 4) {
-        for (int64_t k = 0; k < columns; k++) codes[k] &= 15;
-        codes[columns] = 0;
-        join(codes, u->state_row, 4, moment->codes + n * u->state_row);
-    }
+/* the base of a block, from the largest pattern in it */
+INLINE int32_t base_of(int bits, int is_signed, vi most) {
+    int32_t base = (largest(most) >> (bits == 8 ? 20 : 23)) - (((bits == 8 ? 255 : 15) >> is_signed) - 1);
+    return base < 0 ? 0 : base;
 }
 
-/* u = direction of the rule, and the new moments: functional/directions.py. `g` becomes u */
-static void direct(const struct lowbit_update *u, struct lowbit_buffers *b) {
-    int64_t columns = u->columns;
-    float *restrict g = b->g, *restrict m = b->m, *restrict v = b->v;
-    float beta1 = (float)u->beta1, rest1 = (float)u->rest1, beta2 = (float)u->beta2, rest2 = (float)u->rest2;
-    if (u->rule == RULE_ADAMW) {
-        float eps = (float)u->eps, factor = (float)u->factor;
-        for (int64_t k = 0; k < columns; k++) {
-            m[k] = m[k] * beta1 + g[k] * rest1;
-            v[k] = v[k] * beta2 + g[k] * g[k] * rest2;
-        }
-        T(roots)(v, columns, g);
-        for (int64_t k = 0; k < columns; k++) g[k] = m[k] / (g[k] + eps) * factor;
-    } else if (u->rule == RULE_LION) {
-        for (int64_t k = 0; k < columns; k++) {
-            float sum = m[k] * beta1 + g[k] * rest1;
-            m[k] = m[k] * beta2 + g[k] * rest2;
-            g[k] = (float)((sum > 0) - (sum < 0));
-        }
+/* what all vectors of a block share */
+struct constants {
+    vf unit, rate, span, beta1, rest1, beta2, rest2, eps, factor, decay;
+    vi row_word, low, high, offset, m_base, v_base;
+    int first, nesterov, decays;
+};
+/* what they add to */
+struct sums { vi asked, most_m, most_v; int64_t changed; };
+/* where one vector lies; `inverse` and `zero` move along only where a row has groups */
+struct place { const float *g, *inverse, *zero; const uint32_t *column_words; uint8_t *m, *v, *codes; float *m_out, *v_out; int32_t *words; };
+
+/* `i` elements further, whose moments take `size` bytes each */
+INLINE struct place along(struct place at, int64_t i, int size, int two, int grouped) {
+    at.g += i; at.column_words += i; at.codes += i; at.m += i * size; at.m_out += i; at.v_out += i; at.words += i;
+    if (two) at.v += i * size;
+    if (grouped) { at.inverse += i; at.zero += i; }
+    return at;
+}
+
+/* the first pass over a vector, of which `left` lanes count */
+INLINE void step(const struct constants *c, struct sums *sums, struct place at, int64_t left, int rule, int bits) {
+    vi word = mix(c->row_word + load(at.column_words));
+    vf g = load_f(at.g), m = read_moment(bits, 1, at.m, c->m_base), v = m, d;
+    if (rule == RULE_ADAMW) {
+        v = read_moment(bits, 0, at.v, c->v_base);
+        m = m * c->beta1 + g * c->rest1;
+        v = v * c->beta2 + g * g * c->rest2;
+        d = m / (roots(v) + c->eps) * c->factor;
+    } else if (rule == RULE_LION) {
+        vf sum = m * c->beta1 + g * c->rest1;
+        m = m * c->beta2 + g * c->rest2;
+        d = __builtin_convertvector((sum < 0) - (sum > 0), vf);
     } else {
-        if (u->first) memcpy(m, g, (size_t)columns * 4);
-        else for (int64_t k = 0; k < columns; k++) m[k] = m[k] * beta1 + g[k];
-        if (!u->nesterov) memcpy(g, m, (size_t)columns * 4);
-        else for (int64_t k = 0; k < columns; k++) g[k] = g[k] + m[k] * beta1;
+        m = c->first ? g : m * c->beta1 + g;
+        d = c->nesterov ? g + m * c->beta1 : m;
+    }
+    if (bits == 32) {
+        store_f(at.m, m);
+        if (rule == RULE_ADAMW) store_f(at.v, v);
+    } else if (bits == 16) {
+        vi noise = noise_of_m(word);
+        store_half(at.m, shift_right((vi)m + (noise & 0xffff), 16));
+        if (rule == RULE_ADAMW) store_half(at.v, shift_right((vi)v + (noise_of_v(noise) & 0xffff), 16));
+    } else {
+        vi live = left < LANES ? before_end(left) : all(-1);
+        store_f(at.m_out, m);
+        sums->most_m = larger(sums->most_m, (vi)m & (left < LANES ? live & INT32_MAX : all(INT32_MAX)));
+        if (rule == RULE_ADAMW) {
+            store_f(at.v_out, v);
+            sums->most_v = larger(sums->most_v, left < LANES ? (vi)v & live : (vi)v);
+        }
+        store(at.words, word);
+    }
+    vi q = widen_signed(at.codes) - c->offset;
+    vf size = d * c->rate * load_f(at.inverse);
+    if (c->decays) size = size - (__builtin_convertvector(q, vf) - load_f(at.zero)) * c->decay;
+    vi down = (vi)size >> 31;
+    size = (vf)((vi)size & INT32_MAX) - __builtin_convertvector(word & INT32_MAX, vf) * c->unit;
+    /* further than from one end of the grid to the other no code can go */
+    vi whole = rounded_up(smaller_f(size, c->span));
+    vi moved = smaller(larger(q + ((whole ^ down) - down), c->low), c->high);
+    uint32_t differ = different(moved, q);
+    if (left < LANES) { differ &= (1u << left) - 1; whole &= before_end(left); }
+    sums->changed += __builtin_popcount(differ);
+    sums->asked += whole;
+    narrow(at.codes, moved + c->offset);
+}
+
+/* `step` of the last `left` elements of a block, on copies of them */
+INLINE void step_rest(const struct constants *c, struct sums *sums, struct place at, int64_t left, int rule, int bits) {
+    struct { float g[LANES], m[LANES], v[LANES]; uint32_t columns[LANES]; uint8_t codes[LANES]; } copy;
+    size_t some = (size_t)left, moment = some * (size_t)(bits > 8 ? bits / 8 : 1);
+    memset(&copy, 0, sizeof copy);
+    memcpy(copy.g, at.g, some * 4);
+    memcpy(copy.m, at.m, moment);
+    if (rule == RULE_ADAMW) memcpy(copy.v, at.v, moment);
+    memcpy(copy.columns, at.column_words, some * 4);
+    memcpy(copy.codes, at.codes, some);
+    struct place there = {copy.g, at.inverse, at.zero, copy.columns, (uint8_t *)copy.m, (uint8_t *)copy.v, copy.codes, at.m_out, at.v_out, at.words};
+    step(c, sums, there, left, rule, bits);
+    memcpy(at.m, copy.m, moment);
+    if (rule == RULE_ADAMW) memcpy(at.v, copy.v, moment);
+    memcpy(at.codes, copy.codes, some);
+}
+
+/* the second pass over one vector */
+INLINE void save(const float *x, uint8_t *to, int64_t left, vi base, vi noise, int is_signed, int bits) {
+    vi fields = fields_of(bits, is_signed, base, load(x), noise);
+    if (left >= LANES) { narrow(to, fields); return; }
+    uint8_t copy[LANES];
+    narrow(copy, fields);
+    memcpy(to, copy, (size_t)left);
+}
+
+/* both passes over the elements [begin, end) of a row, which is block `block` of its moments */
+INLINE void work(const struct lowbit_update *u, struct lowbit_buffers *b, int64_t block, int64_t begin, int64_t end, int rule, int bits, int grouped) {
+    const int blocks = bits < 16, two = rule == RULE_ADAMW;
+    struct constants c = {
+        all_f(0x1.fffffep-32f), all_f((float)u->rate), all_f((float)(u->qmax - u->qmin)), all_f((float)u->beta1),
+        all_f((float)u->rest1), all_f((float)u->beta2), all_f((float)u->rest2), all_f((float)u->eps), all_f((float)u->factor),
+        all_f((float)u->decay), all((int32_t)b->row_word), all((int32_t)u->qmin), all((int32_t)u->qmax),
+        all(u->field == 8 ? 0 : (int32_t)u->offset), all(blocks ? u->m.base[block] : 0), all(blocks && two ? u->v.base[block] : 0),
+        u->first != 0, u->nesterov != 0, u->decay != 0,
+    };
+    struct sums sums = {all(0), all(0), all(0), 0};
+    /* read once: as far as a compiler knows, a byte that is stored may be part of these structures */
+    struct place at = {b->g, b->inverse, b->zero, b->column_words, b->m_row, b->v_row, b->codes, b->m, b->v, b->words};
+    const int size = bits > 8 ? bits / 8 : 1;
+    int64_t count = end - begin, i = 0;
+    at.g += begin; at.column_words += begin; at.codes += begin; at.m += begin * size;
+    if (two) at.v += begin * size;
+    for (; i + LANES <= count; i += LANES) step(&c, &sums, along(at, i, size, two, grouped), LANES, rule, bits);
+    if (i < count) step_rest(&c, &sums, along(at, i, size, two, grouped), count - i, rule, bits);
+    b->changed += sums.changed;
+    b->levels += sum_of(sums.asked);
+    if (!blocks) return;
+    int32_t m_base = base_of(bits, 1, sums.most_m), v_base = two ? base_of(bits, 0, sums.most_v) : 0;
+    u->m.base[block] = (int16_t)m_base;
+    if (two) u->v.base[block] = (int16_t)v_base;
+    for (i = 0; i < count; i += LANES) {
+        vi noise = noise_of_m(load(at.words + i));
+        save(at.m_out + i, at.m + i, count - i, all(m_base), noise, 1, bits);
+        if (two) save(at.v_out + i, at.v + i, count - i, all(v_base), noise_of_v(noise), 0, bits);
     }
 }
 
-/* codes of [begin, end), which share a scale: functional/stochastic.py. Counts what changed and the levels asked for */
-static void move_codes(const struct lowbit_update *u, struct lowbit_buffers *b, int64_t begin, int64_t end, float inverse, float zero) {
-    const float unit = 0x1.fffffep-32f, rate = (float)u->rate, decay = (float)u->decay, span = (float)(u->qmax - u->qmin);
-    const int32_t low = (int32_t)u->qmin, high = (int32_t)u->qmax;
-    const uint32_t *restrict words = b->words;
-    const float *restrict d = b->g;
-    int8_t *restrict codes = (int8_t *)b->codes;
-    int32_t *restrict moves = b->moves, changed = 0, asked = 0;
-    for (int64_t k = begin; k < end; k++) {
-        float step = d[k] * rate * inverse - ((float)codes[k] - zero) * decay;
-        float size = __builtin_fabsf(step) - (float)(int32_t)(words[k] & 0x7fffffffu) * unit;
-        /* further than from one end of the grid to the other no code can go */
-        size = size < span ? size : span;
-        /* rounded up; no compiler vectorizes ceilf at -O2 */
-        int32_t whole = (int32_t)size;
-        whole += size > (float)whole;
-        moves[k] = step < 0 ? -whole : whole;
+/* code of its own for each number of bits of the rule that is used most */
+static void work_adamw(const struct lowbit_update *u, struct lowbit_buffers *b, int64_t block, int64_t begin, int64_t end, int grouped) {
+    switch (u->state_bits) {
+    case 32: work(u, b, block, begin, end, RULE_ADAMW, 32, grouped); break;
+    case 16: work(u, b, block, begin, end, RULE_ADAMW, 16, grouped); break;
+    case 8: work(u, b, block, begin, end, RULE_ADAMW, 8, grouped); break;
+    default: work(u, b, block, begin, end, RULE_ADAMW, 4, grouped);
     }
-    for (int64_t k = begin; k < end; k++) {
-        int32_t q = codes[k], move = moves[k], moved = q + move;
-        asked += move < 0 ? -move : move;
-        moved = moved < low ? low : moved;
-        moved = moved > high ? high : moved;
-        changed += moved != q;
-        codes[k] = (int8_t)moved;
+}
+
+static int64_t moment_bytes(const struct lowbit_update *u) {
+    return u->state_bits > 8 ? u->columns * u->state_bits / 8 : u->state_row;
+}
+
+/* the row's moment, where it lies; of 4 bits, a byte each in a copy */
+static uint8_t *open_moment(const struct lowbit_update *u, const struct lowbit_moment *moment, int64_t n, uint8_t *copy) {
+    int64_t bytes = moment_bytes(u);
+    uint8_t *row = moment->codes + n * bytes;
+    if (u->state_bits != 4) return row;
+    spread(row, bytes, 4, copy);
+    return copy;
+}
+
+static void close_moment(const struct lowbit_update *u, const struct lowbit_moment *moment, int64_t n, uint8_t *row) {
+    if (u->state_bits != 4) return;
+    /* the half byte that a row of odd length leaves */
+    row[u->columns] = 0;
+    join(row, u->state_row, 4, moment->codes + n * u->state_row);
+}
+
+static void open_codes(const struct lowbit_update *u, struct lowbit_buffers *b, uint8_t *row, int64_t half) {
+    if (u->field == 8) { b->codes = row; return; }
+    uint8_t *restrict codes = b->codes = b->code_copy, *restrict bytes = b->bytes;
+    spread(row, u->field == 3 ? half : u->row_bytes, u->field == 3 ? 2 : (int)u->field, codes);
+    if (u->field != 3) return;
+    spread(row + half, u->row_bytes - half, 1, bytes);
+    for (int64_t k = 0; k < u->columns; k++) codes[k] |= (uint8_t)(bytes[k] << 2);
+}
+
+static void close_codes(const struct lowbit_update *u, struct lowbit_buffers *b, uint8_t *row, int64_t half) {
+    if (u->field == 8) return;
+    uint8_t *restrict codes = b->codes, *restrict bytes = b->bytes;
+    memset(codes + u->columns, 0, 8);
+    if (u->field != 3) { join(codes, u->row_bytes, (int)u->field, row); return; }
+    for (int64_t k = 0; k < u->columns + 8; k++) bytes[k] = codes[k] >> 2;
+    for (int64_t k = 0; k < u->columns; k++) codes[k] &= 3;
+    join(bytes, u->row_bytes - half, 1, row + half);
+    join(codes, half, 2, row);
+}
+
+/* 1 / s and z of each element of [begin, end), or for one vector where a row has one scale */
+static void load_scales(const struct lowbit_update *u, struct lowbit_buffers *b, int64_t n, int64_t begin, int64_t end) {
+    for (int64_t i = begin / u->group; i * u->group < end; i++) {
+        int64_t from = i * u->group - begin, to = min64(from + u->group, end - begin), place = n * u->scale_stride + i;
+        if (from < 0) from = 0;
+        float inverse = 1.0f / load_element(u->scale, u->scale_type, place), zero = u->zero ? (float)u->zero[place] : 0.0f;
+        if (u->group >= u->columns) { from = 0; to = LANES; }
+        for (int64_t k = from; k < to; k++) { b->inverse[k] = inverse; b->zero[k] = zero; }
     }
-    b->changed += changed;
-    b->levels += asked;
 }
 
 static void update_range(void *argument, int64_t first, int64_t last) {
     struct update_job *job = argument;
     struct lowbit_update *u = job->u;
-    int64_t columns = u->columns, room = round_up(columns + 16, 64);
-    struct lowbit_buffers buffers = {0}, *b = &buffers;
-    char *memory = scratch(room * (4 * 6 + 2));
+    int64_t columns = u->columns, width = u->state_bits > 8 ? CHUNK : u->width, half = (columns + 3) / 4;
+    int64_t row_room = round_up(columns + 32, 64), room = round_up(width + 32, 64);
+    char *memory = scratch(4 * (row_room + 5 * room) + 4 * row_room);
     if (!memory) { job->failed = 1; return; }
-    b->g = (float *)memory; b->m = b->g + room; b->v = b->m + room;
-    b->words = (uint32_t *)(b->v + room); b->noise = b->words + room; b->moves = (int32_t *)(b->noise + room);
-    b->codes = (uint8_t *)(b->moves + room); b->bytes = b->codes + room;
-    int moments = u->rule == RULE_ADAMW ? 2 : 1, half = (int)((columns + 3) / 4);
+    struct lowbit_buffers buffers = {0}, *b = &buffers;
+    float *gradient = (float *)memory;
+    b->m = gradient + row_room; b->v = b->m + room; b->inverse = b->v + room; b->zero = b->inverse + room;
+    b->words = (int32_t *)(b->zero + room);
+    uint8_t *m_copy = (uint8_t *)(b->words + room), *v_copy = m_copy + row_room;
+    b->code_copy = v_copy + row_room; b->bytes = b->code_copy + row_room;
+    b->column_words = job->column_words;
+    int two = u->rule == RULE_ADAMW, grouped = u->group < columns, in_place = u->grad_type == TYPE_F32 && u->grad_column == 1;
     for (int64_t n = first; n < last; n++) {
         uint8_t *row = u->stored + n * u->row_bytes;
-        uint32_t row_word = mix((uint32_t)(n + u->row_key));
-        for (int64_t k = 0; k < columns; k++) b->words[k] = mix(row_word + job->column_words[k]);
-        load_gradient(u, n, b->g);
-        load_moment(u, &u->m, n, b, b->m);
-        if (moments == 2) load_moment(u, &u->v, n, b, b->v);
-        direct(u, b);
-        if (u->state_bits < 32) for (int64_t k = 0; k < columns; k++) {
-            uint32_t x = b->words[k] * 0x31848BABu;
-            b->noise[k] = x ^ x >> 15;
+        b->row_word = mix_word((uint32_t)(n + u->row_key));
+        b->g = in_place ? (const float *)u->grad + n * u->grad_row : gradient;
+        if (!in_place) load_gradient(u, n, gradient);
+        b->m_row = open_moment(u, &u->m, n, m_copy);
+        if (two) b->v_row = open_moment(u, &u->v, n, v_copy);
+        open_codes(u, b, row, half);
+        for (int64_t begin = 0, block = n * u->blocks; begin < columns; begin += width, block++) {
+            int64_t end = min64(begin + width, columns);
+            if (grouped || begin == 0) load_scales(u, b, n, begin, end);
+            if (two) work_adamw(u, b, block, begin, end, grouped);
+            else work(u, b, block, begin, end, (int)u->rule, (int)u->state_bits, grouped);
         }
-        save_moment(u, &u->m, n, b, b->m, b->noise);
-        if (moments == 2) {
-            if (u->state_bits < 32)
-                for (int64_t k = 0; k < columns; k++) b->noise[k] = (uint32_t)((int32_t)b->noise[k] >> 8) ^ b->noise[k] << 24;
-            save_moment(u, &u->v, n, b, b->v, b->noise);
-        }
-        if (u->field == 8) memcpy(b->codes, row, (size_t)columns);
-        else {
-            uint8_t *restrict codes = b->codes, *restrict bytes = b->bytes, offset = (uint8_t)u->offset;
-            spread(row, u->field == 3 ? half : u->row_bytes, u->field == 3 ? 2 : (int)u->field, b->codes);
-            if (u->field == 3) {
-                spread(row + half, u->row_bytes - half, 1, b->bytes);
-                for (int64_t k = 0; k < columns; k++) codes[k] |= (uint8_t)(bytes[k] << 2);
-            }
-            for (int64_t k = 0; k < columns; k++) codes[k] = (uint8_t)(codes[k] - offset);
-        }
-        int64_t groups = (columns + u->group - 1) / u->group;
-        for (int64_t i = 0; i < groups; i++) {
-            int64_t place = n * u->scale_stride + i;
-            float zero = u->zero ? (float)u->zero[place] : 0.0f;
-            float inverse = 1.0f / load_element(u->scale, u->scale_type, place);
-            move_codes(u, b, i * u->group, min64((i + 1) * u->group, columns), inverse, zero);
-        }
-        if (u->field == 8) { memcpy(row, b->codes, (size_t)columns); continue; }
-        uint8_t *restrict codes = b->codes, *restrict bytes = b->bytes, offset = (uint8_t)u->offset;
-        for (int64_t k = 0; k < columns; k++) codes[k] = (uint8_t)(codes[k] + offset);
-        memset(codes + columns, 0, 8);
-        if (u->field == 3) {
-            for (int64_t k = 0; k < columns + 8; k++) bytes[k] = codes[k] >> 2;
-            for (int64_t k = 0; k < columns; k++) codes[k] &= 3;
-            join(b->bytes, u->row_bytes - half, 1, row + half);
-            join(b->codes, half, 2, row);
-        } else join(b->codes, u->row_bytes, (int)u->field, row);
+        close_codes(u, b, row, half);
+        close_moment(u, &u->m, n, b->m_row);
+        if (two) close_moment(u, &u->v, n, b->v_row);
     }
     free(memory);
     /* threads that end at once add up */
     __atomic_fetch_add(&u->changed, b->changed, __ATOMIC_RELAXED);
     __atomic_fetch_add(&u->levels, b->levels, __ATOMIC_RELAXED);
 }
-
-#undef mix
-#undef spread
-#undef join
-#undef load_gradient
-#undef load_moment
-#undef save_moment
-#undef largest
-#undef direct
-#undef move_codes
-#undef update_range

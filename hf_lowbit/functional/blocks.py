@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .block_dispatch import BlockProblem, choose_blocks
+from .block_dispatch import FEW_ROWS, BlockProblem, choose_blocks, rebuilds
 
-
-# up to so many rows of x the values are read as they lie; from there on one copy in the order of the product pays
-FEW_ROWS = 16
 
 _library = torch.library.Library("hf_lowbit", "FRAGMENT")
 _library.define(
     "block_linear(Tensor x, Tensor values, Tensor col_indices, Tensor? row_pointers, int in_features) -> Tensor"
+)
+_library.define(
+    "block_gradient(Tensor gradient, Tensor x, Tensor col_indices, Tensor? row_pointers, int height, int width) -> Tensor"
 )
 
 
@@ -127,6 +127,15 @@ def reference_block_linear(
     return y.transpose(0, 1).reshape(rows, count * height).to(x.dtype)
 
 
+def dense_of(values: Tensor, col_indices: Tensor, row_pointers: Tensor | None, in_features: int) -> Tensor:
+    """W [NB * bn, K], zeros in dead blocks."""
+    count, (height, width) = block_rows(values, row_pointers), values.shape[-2:]
+    dense = values.new_zeros(count, height, -(-in_features // width), width)
+    at = rows_of_blocks(values, row_pointers), col_indices.reshape(-1).long()
+    dense.transpose(1, 2)[at] = values.reshape(-1, height, width)
+    return dense.view(count * height, -1)[:, :in_features]
+
+
 def transpose_blocks(
     values: Tensor, col_indices: Tensor, row_pointers: Tensor | None, block_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,14 +151,19 @@ def transpose_blocks(
 def problem_of(x: Tensor, values: Tensor, row_pointers: Tensor | None) -> BlockProblem:
     """Describe a call for `choose_blocks`: x [M, K]."""
     height, width = values.shape[-2:]
+    count = block_rows(values, row_pointers)
+    blocks = max(count * -(-x.shape[1] // width), 1)
     return BlockProblem(
-        height, width, block_rows(values, row_pointers), x.shape[1], x.shape[0], x.dtype, x.device.type
-    )
+        height, width, count, x.shape[1], x.shape[0], x.dtype, x.device.type,
+        sparsity=1 - values.shape[:-2].numel() / blocks,
+    )  # fmt: skip
 
 
 def _run(x, values, col_indices, row_pointers, in_features):
     problem = problem_of(x, values, row_pointers)
     kernel = choose_blocks(problem)
+    if kernel is None and rebuilds(problem):
+        return F.linear(x, dense_of(values, col_indices, row_pointers, in_features))
     if kernel is None:
         return reference_block_linear(x, values, col_indices, row_pointers, in_features)
     pointers = None if row_pointers is None else row_pointers.contiguous()
@@ -173,14 +187,38 @@ def _backward(ctx, gradient):
         transposed = transpose_blocks(values, columns, pointers, -(-ctx.in_features // width))
         grad_x = torch.ops.hf_lowbit.block_linear(gradient, *transposed, gradient.shape[1])[:, : ctx.in_features]
     if ctx.needs_input_grad[1]:
-        outputs = gradient.unflatten(1, (-1, height)).transpose(0, 1)
-        if pointers is None:
-            grad_values = torch.bmm(outputs.transpose(1, 2), gather_rows(x, columns, width))
-            grad_values = grad_values.unflatten(2, (-1, width)).transpose(1, 2).contiguous()
-        else:
-            outputs = outputs.index_select(0, rows_of_blocks(values, pointers))
-            grad_values = torch.bmm(outputs.transpose(1, 2), gather_input(x, columns, width))
+        # the operator, since torch.compile traces through here
+        grad_values = torch.ops.hf_lowbit.block_gradient(gradient, x, columns, pointers, height, width)
     return grad_x, grad_values, None, None, None
+
+
+def reference_block_gradient(
+    gradient: Tensor, x: Tensor, col_indices: Tensor, row_pointers: Tensor | None, height: int, width: int
+) -> Tensor:
+    """dV of the blocks at `col_indices`: gradient [M, NB * bn], x [M, K]."""
+    outputs = gradient.unflatten(1, (-1, height)).transpose(0, 1)
+    if row_pointers is None:
+        grad = torch.bmm(outputs.transpose(1, 2), gather_rows(x, col_indices, width))
+        return grad.unflatten(2, (-1, width)).transpose(1, 2).contiguous()
+    outputs = outputs.index_select(0, rows_of_blocks(col_indices, row_pointers))
+    return torch.bmm(outputs.transpose(1, 2), gather_input(x, col_indices, width))
+
+
+def _run_gradient(gradient, x, col_indices, row_pointers, height, width):
+    problem = BlockProblem(height, width, gradient.shape[1] // height, x.shape[1], x.shape[0], x.dtype, x.device.type)
+    kernel = choose_blocks(problem)
+    if kernel is None or kernel.gradient is None:
+        return reference_block_gradient(gradient, x, col_indices, row_pointers, height, width)
+    pointers = None if row_pointers is None else row_pointers.contiguous()
+    return kernel.gradient(gradient, x, col_indices.contiguous(), pointers, problem)
+
+
+def _meta_gradient(gradient, x, col_indices, row_pointers, height, width):
+    return x.new_empty(*col_indices.shape, height, width)
+
+
+_library.impl("block_gradient", _run_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("hf_lowbit::block_gradient", _meta_gradient, lib=_library)
 
 
 _library.impl("block_linear", _run, "CompositeExplicitAutograd")

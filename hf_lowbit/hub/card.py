@@ -69,6 +69,17 @@ def render_card(
         # the files don't say why a weight stayed dense, the report does
         measured = _measure(model_or_dir, run["report"])
     base = origin.find(model_or_dir, base_model, base_card, token, online)
+    return card_of(measured, base, results, repo_id, training)
+
+
+def card_of(
+    measured: facts.Facts,
+    base: origin.Origin,
+    results: Iterable[EvalResult | Mapping] | None = None,
+    repo_id: str | None = None,
+    training: str | None = None,
+) -> ModelCard:
+    """The card of measured facts; nothing but the template enters it. Arguments as in `render_card`."""
     pipeline_tag, loader = task.describe(measured.architecture)
     pipeline_tag = base.metadata.get("pipeline_tag", pipeline_tag)
     title = _title(measured, base, repo_id)

@@ -5,8 +5,8 @@
 
 A folder becomes a folder. transformers refuses a config of another class for a checkpoint that has one of its own,
 so `from_pretrained(path, quantization_config=...)` can't be the way in; and a folder that is converted once loads,
-trains, offloads, exports and is pushed like every other low-bit checkpoint. (The folder is `imports`, since `import` is a word
-of the language.)
+trains, offloads, exports and is pushed like every other low-bit checkpoint. (The folder is `imports`, since `import`
+is a word of the language.)
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class BlockModule(nn.Module):
         layout = self.layout
         return BlockProblem(
             *layout.block, layout.grid[0], layout.in_features, rows, dtype, self._parameters["weight"].device.type,
-            layout.bits, layout.activations == "int8",
+            layout.bits, layout.activations == "int8", layout.sparsity,
         )  # fmt: skip
 
     def stored_bytes(self) -> int:

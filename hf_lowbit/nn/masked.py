@@ -17,6 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..configs.blast import BlockLayout
 from ..functional.block_codes import quantize_blocks
+from ..functional.block_crossover import pays
+from ..functional.block_dispatch import BlockProblem
 from ..functional.block_masks import block_view, clear_dead, clear_dead_, columns_of, is_clear, live_mask, mask_of
 from ..functional.blocks import block_linear, gather_blocks, scatter_blocks
 
@@ -90,14 +92,17 @@ def within_edge(y: Tensor, bias: Tensor | None, layout: BlockLayout) -> Tensor:
 class MaskedModule(nn.Module):
     """Mixin of the layers that are being pruned; `layout` says how, `mask` what lives, `target` how sparse in the end.
 
-    `controlled` is True while something keeps dead blocks at zero; training without is refused.
+    `mask_group` names what layers with one mask in common belong to; None: a layer has a mask of its own. `controlled`
+    is True while something keeps dead blocks at zero; training without is refused. `sparse_compute`: train on live
+    blocks alone, True, False, or "auto": where that was measured to be no slower (functional/block_crossover.py).
     """
 
     layout: BlockLayout
     target: float
     mask: Tensor
+    mask_group: str | None = None
     controlled: bool = False
-    sparse_compute: bool = False
+    sparse_compute: bool | str = False
     wants_dense_gradient: bool = False
     dense_gradient: Tensor | None = None
     collects_inputs: bool = False
@@ -180,10 +185,22 @@ class MaskedModule(nn.Module):
             rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
             squares = torch.cat([rows.square().sum(0), rows.new_tensor([float(len(rows))])])
             self.input_squares = squares if self.input_squares is None else self.input_squares + squares
-        values = self._sparse_values(x) if self.sparse_compute and not self.wants_dense_gradient else None
+        wants_sparse = not self.wants_dense_gradient and self._computes_sparse(x)
+        values = self._sparse_values(x) if wants_sparse else None
         if values is None:
             return self._dense_product(x)
         return sparse_product(x, values, *self.live_columns(), self._parameters["bias"], self.layout)
+
+    def _computes_sparse(self, x: Tensor) -> bool:
+        if self.sparse_compute != "auto":
+            return self.sparse_compute
+        layout, device, rows = self.layout, x.device.type, x.numel() // max(x.shape[-1], 1)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        sparsity = 1 - self.live_columns()[0].numel() / self.mask.numel()
+        problem = BlockProblem(
+            *layout.block, layout.grid[0], layout.in_features, rows, dtype, device, sparsity=sparsity
+        )
+        return pays("training", problem)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)

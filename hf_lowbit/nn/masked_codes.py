@@ -153,5 +153,5 @@ def code_blocks(
     _, scale, _ = round_to_nearest(weight, grid, start, symmetric=True)
     scale = scale.to(SCALE_DTYPE).expand(layout.out_features, layout.grid[1]).contiguous()
     packed = PackedWeight(Scheme(bits, width, True, "float"), layout.shape, layout.transposed)
-    codes = pack(to_codes(weight, grid, scale, None, width), grid)
+    codes = pack(to_codes(weight, grid, scale, None, width).contiguous(), grid)
     return packed, {"": codes.view(packed.tensors()[""][0]), "_scale": scale}

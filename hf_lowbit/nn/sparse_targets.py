@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..configs.blast import BlastConfig, BlockLayout
+from .masked import MaskedModule
 from .names import first_match
 from .reads import directly_read
 from .rules import between_modules, default_reasons, find_reason, tied_groups
@@ -18,6 +19,8 @@ ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 # what mixes tokens without being attention
 MIXERS = re.compile(r"mixer|mamba|ssm|rnn|conv", re.IGNORECASE)
 KINDS = ("linear", "conv1d")
+# last parts of the names of the two projections of a gated MLP that read the same input
+GATE_AND_UP = {"gate_proj": "up_proj", "w1": "w3", "wi_0": "wi_1"}
 
 
 @dataclass
@@ -82,6 +85,31 @@ def find_sparse_targets(model: nn.Module, config: BlastConfig) -> list[SparseTar
             f"nothing of {type(model).__name__} would be block-sparse with `targets`={config.targets!r}. {listed}"
         )
     return found
+
+
+def share_masks(model: nn.Module, share: bool) -> None:
+    """Let gate and up projections have one mask, or none in common. Raises ValueError when there are none to share,
+    or they differ in blocks or target."""
+    masked = {name: module for name, module in model.named_modules() if isinstance(module, MaskedModule)}
+    for module in masked.values():
+        module.mask_group = None
+    found = False
+    for name, gate in masked.items() if share else ():
+        owner, _, last = name.rpartition(".")
+        if last not in GATE_AND_UP or f"{owner}.{GATE_AND_UP[last]}" not in masked:
+            continue
+        found, up = True, masked[f"{owner}.{GATE_AND_UP[last]}"]
+        if (gate.layout.grid, gate.layout.block, gate.target) != (up.layout.grid, up.layout.block, up.target):
+            raise ValueError(
+                f"`share_gate_up_mask`=True: `{name}` has blocks {gate.layout.block} and target {gate.target}, "
+                f"`{owner}.{GATE_AND_UP[last]}` {up.layout.block} and {up.target}; make them equal in `overrides`."
+            )
+        gate.mask_group = up.mask_group = owner
+    if share and masked and not found:
+        raise ValueError(
+            f"`share_gate_up_mask`=True, but {type(model).__name__} has no pair of gate and up projections among the "
+            f"block-sparse layers (such as {', '.join(f'`{a}` and `{b}`' for a, b in GATE_AND_UP.items())})."
+        )
 
 
 def _sized(target: Target, config: BlastConfig, override: dict) -> SparseTarget:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -33,6 +33,14 @@ def masked_modules(model: nn.Module) -> Iterator[tuple[str, MaskedModule]]:
     for name, module in model.named_modules():
         if isinstance(module, MaskedModule):
             yield name, module
+
+
+def mask_groups(modules: Mapping[str, MaskedModule]) -> list[list[MaskedModule]]:
+    """Layers that have one mask in common; most are alone."""
+    groups: dict[str, list[MaskedModule]] = {}
+    for name, module in modules.items():
+        groups.setdefault(module.mask_group or name, []).append(module)
+    return list(groups.values())
 
 
 def become_masked(module: nn.Module, kind: str, layout: BlockLayout, target: float) -> None:
@@ -148,8 +156,9 @@ def current_layout(module: MaskedModule | BlockModule) -> BlockLayout:
 
 
 def _forget(module: MaskedModule) -> None:
-    for key in ("mask", "target", "controlled", "sparse_compute", "wants_dense_gradient", "dense_gradient",
-                "collects_inputs", "input_squares", "_columns", "lowbit", "training_form", "_form"):  # fmt: skip
+    for key in ("mask", "mask_group", "target", "controlled", "sparse_compute", "wants_dense_gradient",
+                "dense_gradient", "collects_inputs", "input_squares", "_columns", "lowbit", "training_form",
+                "_form"):  # fmt: skip
         module.__dict__.pop(key, None)
     for suffix in ("_scale", "_zero_point"):
         module._parameters.pop("weight" + suffix, None)

@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compression.evaluate import evaluate, scoring
-
 
 def stage_record(model: nn.Module, scored: list[dict] | None, begin: float) -> dict:
     """Figures of a model that took the time since `begin` to make, evaluated on `scored`."""
+    # imported when it is used: it pulls in transformers' list of models
+    from ..compression.evaluate import evaluate
+
     seconds = time.perf_counter() - begin
     found = None if scored is None else evaluate(model, scored)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -36,6 +37,8 @@ def protocol(
     calibration: dict | None, evaluation: tuple[str, list[dict]] | None, model: nn.Module, length: int
 ) -> dict:
     """What the figures depend on, for the report: `calibration` as given, and how rows of `evaluation` are scored."""
+    from ..compression.evaluate import scoring
+
     name, rows = evaluation or (None, None)
     how = None if rows is None else {"data": name, "scoring": scoring(rows, model, length)}
     return {"calibration": calibration, "evaluation": how}

@@ -16,13 +16,13 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..compression.calibrate import make_batches
-from ..compression.evaluate import labelled
 from ..compression.inspect import class_of, on_meta
 from ..compression.plan import check_size, plan, uniform
 from ..compression.report import Report, report
@@ -32,8 +32,10 @@ from ..nn.block_sparse import BlockModule
 from ..nn.packed import LowBitModule
 from ..quantizers.calibrated import tokenizer_of
 from ..quantizers.memory import quantize
+from ..quantizers.spool import Spool
+from .journal import Journal
 from .records import calibration_facts, module_records, name_of, protocol, stage_record
-from .store import Store, alone, fingerprint, fingerprint_of_files
+from .store import Store, alone, fingerprint, fingerprint_of_data, fingerprint_of_files
 
 
 STAGES = ("layer", "block", "global")
@@ -89,9 +91,11 @@ def compress(
         stages: of "layer", "block" and "global", in this order; "layer" is always the first.
         evaluation: as `calibration`: rows of 512 tokens, scored before and after each stage (perplexity; the first
             token of a row is not scored); or dicts with `labels`.
-        low_memory: read the weights one by one and never hold the dense model; rounds without data, "layer" only.
+        low_memory: read the weights one by one and never hold the dense model; "layer" only. With `calibration` they
+            wait in files beside `output_dir` (or among temporary ones), and one block at a time is in float.
         seed: of the rows that are drawn, and of everything random.
-        resume: go on after the last finished stage of `output_dir`; the result is the same.
+        resume: go on after the last finished stage of `output_dir`, and inside of a layer or block stage after the
+            last finished weight or block; the result is the same.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense, a budget that nothing fits (the smallest size is
@@ -101,7 +105,7 @@ def compress(
     check_size(bits, budget)
     stages = _stages(stages)
     if low_memory:
-        _check_low_memory(model_or_id, budget, bits, calibration, stages)
+        _check_low_memory(model_or_id, budget, bits, stages)
         dense = on_meta(model_or_id)[0]
     else:
         dense = _load(model_or_id)
@@ -109,7 +113,7 @@ def compress(
     with _same_rng(seed):
         batches = None if calibration is None else make_batches(calibration, tokenizer, dense, rows=ROWS, seed=seed)
         rows = None if evaluation is None else make_batches(evaluation, tokenizer, dense, rows=sys.maxsize)
-        scored = None if rows is None else labelled(rows, dense, tokenizer, WINDOW)
+        scored = None if rows is None else _labelled(rows, tokenizer, dense)
         run = _Run(model_or_id, dense, tokenizer, batches, scored, seed)
         run.protocol = protocol(
             None if batches is None else calibration_facts(name_of(calibration), run.training, run.held_out, seed),
@@ -118,8 +122,11 @@ def compress(
         if output_dir is None:
             return run.go(stages, bits, budget, None)
         with alone(output_dir):
+            run.work_dir = Path(output_dir).parent
             identity = {**run.identity(), "settings": json.dumps({"budget": budget, "bits": bits, "seed": seed})}
-            return run.go(stages, bits, budget, Store(output_dir, identity, resume))
+            store = Store(output_dir, identity, resume)
+            run.journal = Journal(store.folder, identity, resume)
+            return run.go(stages, bits, budget, store)
 
 
 class _Run:
@@ -133,11 +140,13 @@ class _Run:
         self.records: dict[str, dict] = {}
         self.notes: list[str] = []
         self.protocol: dict = {}
+        # where files of a run may lie while it works; None is the place for temporary ones
+        self.work_dir: Path | None = None
+        self.journal: Journal | None = None
 
     def identity(self) -> dict[str, str]:
-        if self.low_memory:
-            return {"model": fingerprint_of_files(self.source), "calibration": ""}
-        return fingerprint(self.dense, self.batches)
+        weights = fingerprint_of_files(self.source) if self.low_memory else fingerprint(self.dense)
+        return {"model": weights, "calibration": fingerprint_of_data(self.batches)}
 
     def go(self, stages, bits, budget, store: Store | None) -> Compressed:
         self.records = {} if store is None else dict(store.stages)
@@ -167,23 +176,42 @@ class _Run:
                            "modules_digest": model.hf_quantizer.quantization_config.to_dict()["modules_digest"],
                            "report": report(model).to_dict()}  # fmt: skip
                 store.save(model, self.tokenizer, self.records, content)
+                self.journal.clear()
+        if self.journal:
+            self.journal.clear()
         folder = None if store is None else str(store.folder)
         config = model.hf_quantizer.quantization_config
         return Compressed(model, config, report(model), self.records, self.notes, folder)
 
     def _layer(self, bits, budget) -> nn.Module:
-        if bits is None or isinstance(bits, float):
-            wishes = LowBitConfig(bits=4 if bits is None else bits, budget=budget)
-            config = plan(self.dense, wishes, self.training, self.seed)
-        else:
-            config = uniform(self.dense, bits)
-        if self.low_memory:
-            loaded = type(self.dense).from_pretrained(self.source, dtype="auto", quantization_config=config)
-            return loaded.eval()
+        config = self._plan(bits, budget)
         if self.training is not None:
             fields = {"bits": config.bits, "group_size": config.group_size, "modules": dict(config.modules) or None}
             config = LowBitConfig(**fields, method="gptq", calibration=self.training)
-        return quantize(copy.deepcopy(self.dense), config)
+        config.journal = self.journal
+        if not self.low_memory:
+            return quantize(copy.deepcopy(self.dense), config)
+        if self.training is not None:
+            config.spool = Spool(self.work_dir)
+        try:
+            loaded = type(self.dense).from_pretrained(self.source, dtype="auto", quantization_config=config)
+        finally:
+            if config.spool is not None:
+                config.spool.close()
+        return loaded.eval()
+
+    def _plan(self, bits, budget) -> LowBitConfig:
+        if bits is not None and not isinstance(bits, float):
+            return uniform(self.dense, bits)
+        kept = self.journal.find("layer", "plan") if self.journal else None
+        if kept is not None:
+            return LowBitConfig.from_dict(kept[1])
+        config = plan(
+            self.dense, LowBitConfig(bits=4 if bits is None else bits, budget=budget), self.training, self.seed
+        )
+        if self.journal:
+            self.journal.keep("layer", "plan", {}, config.to_dict())
+        return config
 
     def _refine(self, stage: str, model: nn.Module) -> dict | None:
         """Improve `model` in place; None where the stage is left out, which a note then says."""
@@ -196,7 +224,7 @@ class _Run:
         if stage == "global":
             found = refine_globally(model, self.dense, self.training, self.held_out, seed=self.seed)
             return {"distillation": asdict(found)}
-        blocks = refine_blocks(model, self.dense, self.training, self.held_out, seed=self.seed)
+        blocks = refine_blocks(model, self.dense, self.training, self.held_out, seed=self.seed, journal=self.journal)
         if not blocks:
             self.notes.append("stage 'block' changed nothing: the model has no repeated blocks.")
         return {"blocks": [asdict(block) for block in blocks]}
@@ -232,11 +260,18 @@ def _load(model_or_id) -> nn.Module:
     return class_of(model_or_id)[0].from_pretrained(model_or_id, dtype="auto").eval()
 
 
-def _check_low_memory(model_or_id, budget, bits, calibration, stages) -> None:
-    if isinstance(model_or_id, nn.Module) or calibration is not None or stages != ("layer",):
+def _labelled(rows: list[dict], tokenizer, model: nn.Module) -> list[dict]:
+    """Rows with labels: those that they have, or made of plain token ids, as the model's kind asks for."""
+    from ..compression.evaluate import labelled
+
+    return labelled(rows, model, tokenizer, WINDOW)
+
+
+def _check_low_memory(model_or_id, budget, bits, stages) -> None:
+    if isinstance(model_or_id, nn.Module) or stages != ("layer",):
         raise ValueError(
-            "`low_memory`=True rounds each weight when it is read: pass an id or a folder, no `calibration`, and "
-            'stages=("layer",).'
+            "`low_memory`=True never holds the dense model, which the block and global stages need: pass an id or a "
+            'folder, and stages=("layer",).'
         )
     if budget is not None or bits is None or isinstance(bits, float):
         raise ValueError(

@@ -23,18 +23,23 @@ from transformers import AutoConfig
 STATE = "compression.json"
 
 
-def fingerprint(model: nn.Module, batches: Iterable[dict] | None) -> dict[str, str]:
-    """Hashes of a run's weights and of its data, so that a message can say which of them changed."""
+def fingerprint(model: nn.Module) -> str:
+    """A hash of a model's weights."""
     weights = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         weights.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         weights.update(_bytes(tensor))
+    return weights.hexdigest()
+
+
+def fingerprint_of_data(batches: Iterable[dict] | None) -> str:
+    """A hash of calibration data."""
     data = hashlib.sha256()
     for batch in batches or ():
         for name, value in sorted(batch.items()):
             data.update(name.encode())
             data.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
-    return {"model": weights.hexdigest(), "calibration": data.hexdigest()}
+    return data.hexdigest()
 
 
 def fingerprint_of_files(name: str | os.PathLike) -> str:

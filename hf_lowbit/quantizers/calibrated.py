@@ -3,6 +3,7 @@ engine in `compression`."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -66,7 +67,10 @@ def convert_dense(
         from ..compression.layer_stage import quantize_layers
 
         check_finite(targets)
-        model.lowbit_records = quantize_layers(model, targets, batches)
+        with nullcontext() if config.spool is None else config.spool.releasing(model):
+            model.lowbit_records = quantize_layers(model, targets, batches, journal=config.journal)
+        if config.spool is not None:
+            config.spool.settle(model)
     return config, targets
 
 

@@ -28,6 +28,15 @@ SHOWN = 6
 MOST_LACKING = 0.5
 
 
+def check_resolved(config: LowBitConfig) -> None:
+    """Raise ValueError when a checkpoint's config does not list what is low-bit."""
+    if not config.is_resolved:
+        raise ValueError(
+            "`quantization_config` of the checkpoint has no `modules` with shapes: it does not say what is "
+            "low-bit. The checkpoint is damaged or was not written by hf_lowbit."
+        )
+
+
 def recorded_targets(model: nn.Module, config: LowBitConfig) -> list[Target]:
     """The targets that a checkpoint's config lists, found in the model.
 

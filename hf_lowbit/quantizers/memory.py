@@ -12,7 +12,7 @@ from ..configs.dqt import DQTConfig
 from ..configs.lowbit import LowBitConfig
 from ..nn.arming import trainable_modules
 from ..nn.packed import LowBitModule
-from ..nn.sparsify import masked_modules, sparse_modules
+from ..nn.sparsify import sparse_modules
 from ..nn.swap import flatten_head
 from .calibrated import calibration_batches, check_plan, convert_dense
 from .quantizer import LowBitQuantizer
@@ -88,8 +88,7 @@ def _sparsify(model: nn.Module, config: BlastConfig) -> nn.Module:
     quantizer = BlastQuantizer(config, pre_quantized=False)
     quantizer.arm(model)
     if config.one_shot:
-        for _, module in masked_modules(model):
-            prune_once(module)
+        prune_once(model)
     start_direct(model, quantizer.quantization_config)
     quantizer.attach(model, [])
     return model

@@ -23,10 +23,11 @@ from ..nn.swap import flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
 from ..nn.trainable import Training
 from .calibrated import calibration_batches, check_plan, convert_dense, needs_dense
-from .checkpoint import check_loaded, check_shapes, check_stored, naming_conflict, recorded_targets
+from .checkpoint import check_loaded, check_resolved, check_shapes, check_stored, naming_conflict, recorded_targets
 from .installing import install
 from .on_the_fly import QuantizeOp
 from .ownership import own_config
+from .spool import SpoolOp
 from .transitions import settle
 
 
@@ -59,16 +60,14 @@ class LowBitQuantizer(HfQuantizer):
         # of what needs the dense model: whether it is converted once it is there, and the data
         self._late = False
         self._batches: list[dict] | None = None
+        # dtypes of the dense weights that wait on disk until then
+        self._spooled: dict[str, torch.dtype] = {}
         if self.pre_quantized:
             self.quantization_config, self._freeze = settle(self.quantization_config)
             conflict = None if self._freeze else naming_conflict(self.quantization_config)
             if conflict is not None:
                 raise ValueError(f"`quantization_config`: {conflict}")
-        if self.pre_quantized and not self.quantization_config.is_resolved:
-            raise ValueError(
-                "`quantization_config` of the checkpoint has no `modules` with shapes: it does not say what is "
-                "low-bit. The checkpoint is damaged or was not written by hf_lowbit."
-            )
+            check_resolved(self.quantization_config)
         if not self.pre_quantized and self.quantization_config.dequantize:
             raise ValueError("`dequantize`=True needs a low-bit checkpoint; this one is dense already.")
 
@@ -82,7 +81,7 @@ class LowBitQuantizer(HfQuantizer):
             )
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
-        return not self.pre_quantized and param_name in self._targets
+        return not self.pre_quantized and (param_name in self._targets or param_name in self._spooled)
 
     def param_element_size(self, model, param_name: str, param) -> float:
         target = self._targets.get(param_name)
@@ -91,6 +90,8 @@ class LowBitQuantizer(HfQuantizer):
         return param.element_size()
 
     def get_quantize_ops(self) -> ConversionOps:
+        if self._spooled:
+            return SpoolOp(self.quantization_config.spool, self._spooled)
         return QuantizeOp(self._targets, self._failures)
 
     def update_weight_conversions(self, weight_conversions, *args, **kwargs):
@@ -114,6 +115,8 @@ class LowBitQuantizer(HfQuantizer):
             self._batches = calibration_batches(model, self.quantization_config)
         if self._late:
             # statistics and plans need the dense model: it is loaded as it is, and converted afterwards
+            if self.quantization_config.spool is not None:
+                self._spooled = {n: p.dtype for n, p in model.named_parameters() if p.ndim > 1}
             self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
             return model
         self._targets = {target.parameter_name: target for target in targets}
@@ -146,7 +149,7 @@ class LowBitQuantizer(HfQuantizer):
 
     def _convert_late(self, model) -> None:
         config, targets = convert_dense(model, self.quantization_config, self._batches)
-        self.quantization_config, self._batches, self._late = config, None, False
+        self.quantization_config, self._batches, self._late, self._spooled = config, None, False, {}
         self.postprocess_config(model)
         self._tie_companions(model, {target.parameter_name: target for target in targets})
 

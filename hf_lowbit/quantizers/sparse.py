@@ -20,12 +20,13 @@ from ..nn.block_sparse import SUFFIXES, BlockModule
 from ..nn.masked import MaskedModule
 from ..nn.names import first_match
 from ..nn.packed import LowBitModule
-from ..nn.sparse_targets import find_sparse_targets
+from ..nn.sparse_targets import find_sparse_targets, share_masks
 from ..nn.sparsify import (
     become_empty_blocks,
     become_masked,
     clear_module,
     current_layout,
+    mask_groups,
     masked_modules,
     pack_blocks,
     restore_dense_blocks,
@@ -97,9 +98,8 @@ class BlastQuantizer(LowBitQuantizer):
         asked = getattr(self.quantization_config, "requested", {}).get("sparse")
         for name, module in list(sparse_modules(model)):
             if isinstance(module, MaskedModule):
-                settle_mask(module)
-                if not self.pre_quantized and self.quantization_config.one_shot:
-                    prune_once(module)
+                if self.pre_quantized:
+                    settle_mask(module)
             else:
                 for suffix in SUFFIXES[1:]:
                     if module._parameters.get("weight" + suffix) is not None:
@@ -111,7 +111,11 @@ class BlastQuantizer(LowBitQuantizer):
             module._is_hf_initialized = True
         if asked is not None and not self.quantization_config.dequantize:
             self.quantization_config = _continued(self.quantization_config, asked)
-        if not self.pre_quantized:
+        if self.pre_quantized:
+            share_masks(model, self.quantization_config.share_gate_up_mask)
+        else:
+            if self.quantization_config.one_shot:
+                prune_once(model)
             start_direct(model, self.quantization_config)
         model._weight_conversions = []
         if self.quantization_config.dequantize:
@@ -127,6 +131,7 @@ class BlastQuantizer(LowBitQuantizer):
         """Let the dense layers that the config asks for be pruned."""
         for found in find_sparse_targets(model, self.quantization_config):
             become_masked(found.target.module, found.target.kind, found.layout, found.sparsity)
+        share_masks(model, self.quantization_config.share_gate_up_mask)
         if self.quantization_config.rest is not None:
             # a pattern that matches nothing is an error now, and not after training
             rest_targets(model, self.quantization_config)
@@ -199,13 +204,15 @@ def quantizer_for(quantization_config: LowBitConfig, **kwargs) -> LowBitQuantize
     return cls(quantization_config, **kwargs)
 
 
-def prune_once(module: MaskedModule) -> None:
+def prune_once(model: nn.Module) -> None:
     """Keep the best blocks by norm (`one_shot`)."""
-    layout = module.layout
-    blocks = layout.grid[1] if layout.balance == "row" else layout.blocks
-    scores = block_scores(module.oriented(), layout.block)
-    module.mask = best_blocks(scores, kept_blocks(module.target, blocks), layout.balance)
-    clear_module(module)
+    for group in mask_groups(dict(masked_modules(model))):
+        layout = group[0].layout
+        blocks = layout.grid[1] if layout.balance == "row" else layout.blocks
+        scores = sum(block_scores(module.oriented(), layout.block) for module in group)
+        for module in group:
+            module.mask = best_blocks(scores, kept_blocks(module.target, blocks), layout.balance)
+            clear_module(module)
 
 
 def prune_further(model: nn.Module, config: BlastConfig) -> None:
@@ -229,6 +236,7 @@ def prune_further(model: nn.Module, config: BlastConfig) -> None:
         if isinstance(module, BlockModule):
             unpack_blocks(module, targets[name], config.balance)
         module.target = targets[name]
+    share_masks(model, config.share_gate_up_mask)
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, BlastQuantizer):
         quantizer.quantization_config = _continued(quantizer.quantization_config, config.sparse)
@@ -242,5 +250,6 @@ def _continued(config: BlastConfig, asked: dict) -> BlastConfig:
         asked["sparsity"], tuple(asked["block_size"]), asked["targets"], balance=asked["balance"],
         dense_layers=asked["dense_layers"], overrides=asked["overrides"], bits=asked["bits"], rest=asked["rest"],
         modules_to_not_convert=config.modules_to_not_convert,
+        share_gate_up_mask=asked.get("share_gate_up_mask", False),
     )  # fmt: skip
     return continued

@@ -23,6 +23,7 @@ from ..configs.blast import check_sparsity
 from ..functional.block_masks import GROWTHS, SCORES
 from ..nn.block_sparse import BlockModule
 from ..nn.sparsify import masked_modules, pack_blocks, settle_mask
+from .distillation import Distillation
 from .pruner import BlockPruner
 from .schedule import SHAPES, Schedule
 
@@ -42,12 +43,17 @@ class BlastCallback(TrainerCallback):
         schedule: how sparsity rises to the target: "cubic" (default) or "linear".
         initial_sparsity: where it starts (default 0.0).
         score: of a block: "fro" (default), its norm; "l1"; "act", its norm weighted by the mean square of its inputs.
-        grow: "budget" (default): a share of the live blocks are chosen by their gradient; "union": the best blocks by
-            weight and the best by gradient; "none": prune only.
+        grow: "none" (default): prune only; growth showed no steady gain in our measurements (docs/sparsity.md).
+            "budget": a share of the live blocks are chosen by their gradient; "union": the best by weight and the
+            best by gradient.
         grow_fraction: the share of "budget" at the start, falling to 0 with a cosine (default 0.3).
         reset_optimizer_state: zero the moments of blocks that were pruned or grown (default True).
         compute: "auto" (default) trains on live blocks alone once that is faster, "dense" never, "sparse" always.
         total_steps: length of the schedule; None (default): that of the training.
+        teacher: a dense model, or the folder or id of one of the model's class, whose outputs the model is trained
+            towards too; None (default): none. Its logits and the model's must name the same classes.
+        distill_weight: the share of the loss that the distance to the teacher has (default 0.5).
+        temperature: by which both logits are divided for it (default 2.0).
         pack: keep live blocks only when training has ended (default True), with `bits` and `rest` of the config. False
             leaves the weights dense, with zeros.
 
@@ -66,11 +72,14 @@ class BlastCallback(TrainerCallback):
         schedule: str = "cubic",
         initial_sparsity: float = 0.0,
         score: str = "fro",
-        grow: str = "budget",
+        grow: str = "none",
         grow_fraction: float = 0.3,
         reset_optimizer_state: bool = True,
         compute: str = "auto",
         total_steps: int | None = None,
+        teacher: nn.Module | str | os.PathLike | None = None,
+        distill_weight: float = 0.5,
+        temperature: float = 2.0,
         pack: bool = True,
     ):
         for field, value, allowed in (("schedule", schedule, SHAPES), ("score", score, SCORES),
@@ -90,10 +99,18 @@ class BlastCallback(TrainerCallback):
         self.initial_sparsity = check_sparsity(initial_sparsity, "initial_sparsity")
         self.score, self.grow, self.grow_fraction = score, grow, grow_fraction
         self.reset_optimizer_state, self.compute = reset_optimizer_state, compute
+        if teacher is not None and not isinstance(teacher, (nn.Module, str, os.PathLike)):
+            raise TypeError(f"`teacher` must be a model, a folder or an id, got {type(teacher).__name__}.")
+        if isinstance(distill_weight, bool) or not 0 <= distill_weight <= 1:
+            raise ValueError(f"`distill_weight`={distill_weight!r} is not in [0, 1].")
+        if isinstance(temperature, bool) or not temperature > 0:
+            raise ValueError(f"`temperature`={temperature!r} must be positive.")
+        self.teacher, self.distill_weight, self.temperature = teacher, distill_weight, temperature
         self.total_steps, self.pack = total_steps, pack
         self.pruner: BlockPruner | None = None
         self.sparsity = 0.0
         self._optimizer = None
+        self._distillation: Distillation | None = None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -119,6 +136,11 @@ class BlastCallback(TrainerCallback):
             for module in pruner.modules.values():
                 settle_mask(module)
         pruner.attach()
+        if self.teacher is not None:
+            teacher = (
+                self.teacher if isinstance(self.teacher, nn.Module) else type(model).from_pretrained(self.teacher)
+            )
+            self._distillation = Distillation(model, teacher, self.distill_weight, self.temperature)
         self.pruner, self._optimizer = pruner, inner
         self._keep_state()
 
@@ -135,6 +157,8 @@ class BlastCallback(TrainerCallback):
             return
         metrics = {"blast/sparsity": self.sparsity, "blast/pruned": self.pruner.pruned,
                    "blast/grown": self.pruner.grown}  # fmt: skip
+        if self._distillation is not None:
+            metrics["blast/distillation"] = self._distillation.last
         logs.update(metrics)
         if state.log_history:
             state.log_history[-1].update(metrics)
@@ -143,6 +167,9 @@ class BlastCallback(TrainerCallback):
         pruner = self.pruner
         if pruner is None:
             return
+        if self._distillation is not None:
+            self._distillation.release()
+            self._distillation = None
         replaced = [name for name, module in pruner.modules.items() if not module.mask_holds()]
         for name in replaced:
             settle_mask(pruner.modules[name])

@@ -20,13 +20,8 @@ from ..configs.blast import kept_blocks
 from ..functional.block_masks import block_scores, block_view, prune_and_grow
 from ..nn.masked import MaskedModule
 from ..nn.masked_codes import MaskedCodes
-from ..nn.sparsify import clear_module, masked_modules
+from ..nn.sparsify import clear_module, mask_groups, masked_modules
 from .schedule import Schedule
-
-
-# measured on CPU, forward and both gradients at 512 rows (float32): the sparsity from which the live blocks alone are
-# faster than the dense product, by the smaller side of a block
-SPARSE_FROM = ((128, 0.75), (64, 0.85), (32, 0.95))
 
 
 class BlockPruner:
@@ -34,10 +29,10 @@ class BlockPruner:
 
     Args:
         score: "fro", "l1" or "act" (functional/block_masks.py).
-        grow: "budget", "union" or "none".
+        grow: "none", "budget" or "union".
         reset_optimizer_state: zero the moments of blocks that were pruned or grown.
-        compute: "auto" runs the product and gradients on live blocks once they are few enough, "dense" never,
-            "sparse" always.
+        compute: "auto" runs the product and gradients on live blocks where that was measured to be no slower
+            (functional/block_crossover.py), "dense" never, "sparse" always.
     """
 
     def __init__(
@@ -45,7 +40,7 @@ class BlockPruner:
         model: nn.Module,
         schedule: Schedule,
         score: str = "fro",
-        grow: str = "budget",
+        grow: str = "none",
         reset_optimizer_state: bool = True,
         compute: str = "auto",
     ):
@@ -60,7 +55,7 @@ class BlockPruner:
         for module in self.modules.values():
             module.controlled = True
             clear_module(module)
-            self._choose_compute(module)
+            module.sparse_compute = {"auto": "auto", "dense": False, "sparse": True}[self.compute]
 
     def release(self) -> None:
         """Leave the layers as they are."""
@@ -82,9 +77,9 @@ class BlockPruner:
         update = self.schedule.updates(step)
         if update:
             self.pruned = self.grown = 0
+        for group in mask_groups(self.modules) if update else ():
+            self._update(group, step, optimizer)
         for module in self.modules.values():
-            if update:
-                self._update(module, step, optimizer)
             clear_module(module)
             module.wants_dense_gradient = module.collects_inputs = False
             module.dense_gradient = module.input_squares = None
@@ -116,23 +111,26 @@ class BlockPruner:
                 )
             module.mask = mask.to(device=module._parameters["weight"].device, dtype=torch.bool)
 
-    def _update(self, module: MaskedModule, step: int, optimizer: torch.optim.Optimizer | None) -> None:
-        layout = module.layout
+    def _update(self, group: list[MaskedModule], step: int, optimizer: torch.optim.Optimizer | None) -> None:
+        """A new mask for the layers of `group`, by the sum of their scores."""
+        module, layout = group[0], group[0].layout
         sparsity = self.schedule.sparsity(step, module.target)
         blocks = layout.grid[1] if layout.balance == "row" else layout.blocks
-        weight = module.oriented().detach()
-        scores = block_scores(weight, layout.block, self.score, self._mean_square(module))
         mask = prune_and_grow(
-            scores, self._gradient_scores(module), kept_blocks(sparsity, blocks),
+            sum(self._scores(m) for m in group), self._gradient_scores(group), kept_blocks(sparsity, blocks),
             "none" if step >= self.schedule.freeze else self.grow, self.schedule.grown(step), layout.balance,
         )  # fmt: skip
-        changed = mask ^ module.mask
-        self.grown += int((changed & mask).sum())
-        self.pruned += int((changed & ~mask).sum())
-        module.mask = mask
-        self._choose_compute(module)
-        if optimizer is not None and self.reset_optimizer_state:
-            reset_blocks(optimizer, module, changed)
+        for member in group:
+            changed = mask ^ member.mask
+            self.grown += int((changed & mask).sum())
+            self.pruned += int((changed & ~mask).sum())
+            member.mask = mask
+            if optimizer is not None and self.reset_optimizer_state:
+                reset_blocks(optimizer, member, changed)
+
+    def _scores(self, module: MaskedModule) -> Tensor:
+        weight = module.oriented().detach()
+        return block_scores(weight, module.layout.block, self.score, self._mean_square(module))
 
     def _mean_square(self, module: MaskedModule) -> Tensor | None:
         if self.score != "act":
@@ -145,21 +143,12 @@ class BlockPruner:
             sums = _summed(module.input_squares)
         return sums[:-1] / sums[-1].clamp(min=1)
 
-    def _gradient_scores(self, module: MaskedModule) -> Tensor | None:
-        if not module.wants_dense_gradient:
+    def _gradient_scores(self, group: list[MaskedModule]) -> Tensor | None:
+        if not group[0].wants_dense_gradient:
             return None
-        gradient = module.dense_gradient
-        if gradient is None:
-            # every process has to take part in the sum
-            gradient = torch.zeros_like(module.oriented())
-        return block_scores(_summed(gradient), module.layout.block)
-
-    def _choose_compute(self, module: MaskedModule) -> None:
-        if self.compute == "auto":
-            threshold = next((share for size, share in SPARSE_FROM if min(module.layout.block) >= size), 1.0)
-            module.sparse_compute = module.measured_sparsity >= threshold
-        else:
-            module.sparse_compute = self.compute == "sparse"
+        # every process has to take part in the sums, with or without a gradient of its own
+        gradients = [torch.zeros_like(m.oriented()) if m.dense_gradient is None else m.dense_gradient for m in group]
+        return sum(block_scores(_summed(gradient), group[0].layout.block) for gradient in gradients)
 
 
 def reset_blocks(optimizer: torch.optim.Optimizer, module: MaskedModule, changed: Tensor) -> None:

@@ -111,6 +111,16 @@ def test_blast_smollm2(tiny_llama, tmp_path, bits):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
 
 
+def test_tour(tiny_llama, tmp_path):
+    small = ["--window", 32, "--steps", 2, "--new-tokens", 2, "--calibration", 2000, "--output", "out"]
+    output = run("tour.py", "--model", tiny_llama, *small, cwd=tmp_path)
+    assert "pushed to http://127.0.0.1" in output and "me/tour-adapter" in output
+    assert "4 bits, groups of" in output
+    difference = float(output.split("model that was trained: ")[1].split()[0])
+    assert difference == 0
+    assert output.count("> What is the capital") == 2
+
+
 def test_every_example_is_tested():
     tested = Path(__file__).read_text()
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tested] == []

@@ -138,6 +138,31 @@ def test_gradients_through_the_kernel(balance, dtype):
     torch.testing.assert_close(values.grad.double(), wanted, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("balance", ["row", "none"])
+@pytest.mark.parametrize(("shape", "block"), [((64, 128), (32, 32)), ((96, 200), (16, 64)), ((144, 96), (48, 48)),
+                                              ((64, 90), (16, 16))], ids=str)  # fmt: skip
+def test_the_gradient_of_blocks_by_tiles(shape, block, balance):
+    if "cpu-amx" not in TIER_NAMES:
+        pytest.skip("needs matrix tiles")
+    dense, _, columns, pointers = weights(shape, block, balance, torch.bfloat16)
+    for rows in (1, 2, 31, 33, 64):
+        wide = torch.randn(rows, 2 * shape[1] + dense.shape[0]).bfloat16()
+        x, dy = wide[:, : shape[1]], wide[:, shape[1] : shape[1] + dense.shape[0]]
+        found = torch.ops.hf_lowbit.block_gradient(dy, x, columns, pointers, *block)
+        wanted = gather(dy.double().T @ x.double(), columns, pointers, block)
+        torch.testing.assert_close(
+            found.double(), wanted, atol=TOLERANCE[torch.bfloat16], rtol=TOLERANCE[torch.bfloat16]
+        )
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(3)
+            assert torch.equal(
+                torch.ops.hf_lowbit.block_gradient(dy, x.contiguous(), columns, pointers, *block), found
+            )
+        finally:
+            torch.set_num_threads(threads)
+
+
 def test_several_threads_of_python_at_once():
     dense, values, columns, pointers = weights((256, 256), (32, 32), "row", torch.bfloat16)
     x = torch.randn(30, 256).bfloat16()

@@ -28,7 +28,10 @@ RULES = {
 STEPS = 3
 
 
-def run(kernel, scheme, rule, state_bits, shape, dtype=torch.float32, decay=0.0, transposed=False, seed=0, lr=1e-3):
+def run(
+    kernel, scheme, rule, state_bits, shape, dtype=torch.float32, decay=0.0, transposed=False, seed=0, lr=1e-3,
+    device="cpu",
+):  # fmt: skip
     """Bytes, states and counts after a few steps with gradients of many sizes, some of them 0."""
     bits, group, asymmetric = scheme
     rows, columns = shape
@@ -36,22 +39,24 @@ def run(kernel, scheme, rule, state_bits, shape, dtype=torch.float32, decay=0.0,
     packed = PackedWeight(
         Scheme(bits, group, not asymmetric), (columns, rows) if transposed else (rows, columns), transposed
     )
-    leaf = CodesLeaf("w", make_parameter(stored.unsqueeze(0).clone(), scale, zero_point, packed, torch.float32))
+    tensors = (None if tensor is None else tensor.to(device) for tensor in (stored[None].clone(), scale, zero_point))
+    leaf = CodesLeaf("w", make_parameter(*tensors, packed, torch.float32))
     rule = make_rule({"nesterov": "sgd", "adamw-slow": "adamw"}.get(rule, rule), RULES[rule])
-    states = States(rule, rows, columns, 32, "cpu")
+    states = States(rule, rows, columns, 32, device)
     states.bits = state_bits  # small weights keep 32 bits unless told
-    states.tensors = states._empty(rows, columns, "cpu")
+    states.tensors = states._empty(rows, columns, device)
     generator, counts = torch.Generator().manual_seed(seed), []
     with use_kernel(kernel):
         for step in range(1, STEPS + 1):
             size = 10.0 ** torch.randint(-12, 3, (rows, columns), generator=generator)
             grad = torch.randn(rows, columns, generator=generator) * size
             grad[torch.rand(rows, columns, generator=generator) < 0.2] = 0.0
-            grad = grad.to(dtype).clamp(-6e4, 6e4)
+            grad = grad.to(dtype).clamp(-6e4, 6e4).to(device)
             if transposed:
                 grad = grad.t().contiguous().t()
             counts.append(step_leaf(leaf, grad, rule, states, lr, decay, seed, step))
-    return leaf.parameter.stored, states.tensors, counts
+    found = {name: tensor if name == "t" else tensor.cpu() for name, tensor in states.tensors.items()}
+    return leaf.parameter.stored.cpu(), found, counts
 
 
 def assert_same(found, expected):

@@ -85,3 +85,13 @@ def test_other_methods_are_refused():
         peft.get_peft_model(
             lb.freeze(pruned()), peft.IA3Config(target_modules=["up_proj"], feedforward_modules=["up_proj"])
         )
+
+
+@pytest.mark.parametrize("fields", [{}, {"bits": 8, "rest": lb.DQTConfig(8)}], ids=["floats", "codes"])
+def test_a_merge_into_a_layer_that_is_being_pruned_is_refused(fields):
+    base = lb.quantize(ZOO.build(), lb.BlastConfig(0.75, 8, **fields))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["up_proj"]))
+    ids = ZOO.inputs["input_ids"]
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(ValueError, match="up_proj` is block-sparse: merging"):
+        model.merge_and_unload()

@@ -21,7 +21,7 @@ def model(architecture="llama", **fields):
 
 
 def callback(**fields):
-    return lb.BlastCallback(**{"step_size": 3, "grow_fraction": 0.6, **fields})
+    return lb.BlastCallback(**{"step_size": 3, "grow": "budget", "grow_fraction": 0.6, **fields})
 
 
 def train(folder, made, blast, resume=None, watchers=(), **fields):

@@ -29,21 +29,23 @@ def run(folder, fields=DIRECT, options=None, direct=None, watchers=(), **given):
 
 
 @pytest.mark.parametrize(
-    ("fields", "options", "direct"),
+    ("fields", "options", "direct", "given"),
     [
-        pytest.param({}, {}, {}, id="default"),
-        pytest.param({"bits": 4, "balance": "none"}, {"grow": "union"}, {}, id="4-bits-unbalanced-union"),
-        pytest.param({"bits": "ternary"}, {"score": "act"}, {"state_bits": 16}, id="ternary-activation-score"),
-        pytest.param({"block_size": (16, 20)}, {}, {"state_bits": 8}, id="rectangular-padded-8-bit-states"),
-        pytest.param({"block_size": 9}, {}, {"state_bits": 4}, id="odd-blocks-4-bit-states"),
-        pytest.param({"targets": "all"}, {"compute": "sparse"}, {}, id="sparse-compute"),
-        pytest.param(LEARNED, {"compute": "sparse"}, {}, id="learned-scales"),
-        pytest.param({}, {"grow": "none"}, {"optimizer": "lion"}, id="lion"),
+        pytest.param({}, {}, {}, {}, id="default"),
+        pytest.param({"bits": 4, "balance": "none"}, {"grow": "union"}, {}, {}, id="4-bits-unbalanced-union"),
+        pytest.param({"bits": "ternary"}, {"score": "act"}, {"state_bits": 16}, {}, id="ternary-activation-score"),
+        pytest.param({"block_size": (16, 20)}, {}, {"state_bits": 8}, {}, id="rectangular-padded-8-bit-states"),
+        pytest.param({"block_size": 9}, {}, {"state_bits": 4}, {}, id="odd-blocks-4-bit-states"),
+        pytest.param({"targets": "all"}, {"compute": "sparse"}, {}, {}, id="sparse-compute"),
+        pytest.param(LEARNED, {"compute": "sparse"}, {}, {}, id="learned-scales"),
+        pytest.param({}, {}, {}, {"bf16": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+                     id="autocast-accumulation-clipping"),
+        pytest.param({}, {"grow": "none"}, {"optimizer": "lion"}, {}, id="lion"),
     ],
-)
-def test_dead_codes_do_not_move(fields, options, direct, tmp_path):
+)  # fmt: skip
+def test_dead_codes_do_not_move(fields, options, direct, given, tmp_path):
     watch = WatchCodes()
-    made, trainer = run(tmp_path, {**DIRECT, **fields}, options, direct, [watch])
+    made, trainer = run(tmp_path, {**DIRECT, **fields}, options, direct, [watch], **given)
     assert len(watch.masks) == 20 and not torch.equal(*(next(iter(watch.masks[i].values())) for i in (0, 19)))
     assert {type(m).__mro__[1] for _, m in sparse_modules(made)} == {BlockModule}
     assert {m.layout.bits for _, m in sparse_modules(made)} == {{**DIRECT, **fields}["bits"]}
@@ -53,6 +55,8 @@ def test_dead_codes_do_not_move(fields, options, direct, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert different(snapshot(made), snapshot(again)) == []
     inputs = BY_ID["llama"].inputs
+    # autocast is wrapped around the trained model's forward
+    made = trainer.accelerator.unwrap_model(made, keep_fp32_wrapper=False)
     assert torch.equal(made.eval()(**inputs).logits, again(**inputs).logits)
     rest = again.config.quantization_config.rest
     # with every linear layer in blocks there is none

@@ -79,6 +79,16 @@ def test_lars_with_the_rate_outside_is_sgd_where_nothing_is_adapted():
         assert torch.allclose(found, right, atol=1e-5)
 
 
+def test_lars_at_a_constant_rate_is_that_of_pytorch_optimizer():
+    peers = pytest.importorskip("pytorch_optimizer")
+    one, other = network(), network()
+    run(one, lb.LARS(one.parameters(), lr=2.0, weight_decay=0.01))
+    # below 4.1 its momentum began with the gradient without its ratio
+    run(other, peers.LARS(other.parameters(), lr=2.0, momentum=0.9, weight_decay=0.01, trust_coefficient=0.001))
+    for found, right in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(found, right, atol=1e-5)
+
+
 @both
 def test_biases_and_norms_are_neither_adapted_nor_decayed(kind):
     module = network()

@@ -98,6 +98,23 @@ def test_lars_makes_layers_change_the_same_share_of_their_codes():
     assert max(shares) > 20 * min(shares)
 
 
+@pytest.mark.parametrize("mode", ["8", "ternary"])
+def test_the_flip_rate_is_what_the_step_predicts(mode):
+    """A code moves with probability |step| / scale where that is below 1: a bound of the share that does."""
+    made = model(**MODES[mode])
+    backward(made)
+    for name, weight in direct_parameters(made):
+        before = weight.dense().float()
+        step = lars(weight.grad.float(), before, torch.zeros_like(before), 20.0, 0.9, 0.001, 0.0, 0.0)[0]
+        predicted = float((step / weight.scale).abs().clamp(max=1).mean())
+        optimizer = lb.DQTOptimizer([(name, weight)], lr=20.0, optimizer="lars")
+        optimizer.step()
+        measured = optimizer.last_step.moved[name].changed / weight.numel()
+        # three standard deviations of a share; the clamp at the ends of the grid keeps some codes where they are
+        spread = 3 * (predicted / weight.numel()) ** 0.5
+        assert predicted / 3 - spread <= measured <= predicted + spread, name
+
+
 @both
 @pytest.mark.parametrize("mode", ["8-ternary-forward", "8-learned-scale", "4-groups", "ternary"])
 def test_trainer_learns_and_codes_stay_on_the_grid(rule, mode, tmp_path):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingAr
 import hf_lowbit as lb
 from hf_lowbit.nn.arming import trainable_modules
 from hf_lowbit.training.rules import RULES
-from tests.quantizers.architectures import BY_ID
+from tests.quantizers.architectures import BY_ID, VOCABULARY
 from tests.training.runs import MODES, TERNARY_FORWARD, Sentences, arguments, different, model, snapshot
 
 
@@ -244,6 +244,31 @@ def test_optimizer_class_instead_of_the_callback(tmp_path):
     trainer = Trainer(model=made, args=arguments(tmp_path), train_dataset=Sentences(), optimizers=(optimizer, None))
     trainer.train()
     assert len(different(before, snapshot(made))) > 14
+
+
+class Small(torch.nn.Module):
+    """A model that is traced in a second: a table, a low-bit layer, a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner = torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, input_ids, labels):
+        return {"loss": (torch.tanh(self.inner(self.table(input_ids))) - 1).square().mean()}
+
+
+def test_torch_compile_without_its_compiler(tmp_path):
+    """`torch_compile` in the arguments, forward and backward traced: the codes of the eager run."""
+    torch._dynamo.reset()
+    found = []
+    for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        torch.manual_seed(0)
+        made = lb.quantize(Small(), lb.DQTConfig(bits=8))
+        _, trainer, callback = train(tmp_path, made=made, max_steps=2, **compiled)
+        assert callback.changed_codes > 0
+        assert hasattr(trainer.model_wrapped, "_orig_mod") == bool(compiled)
+        found.append(snapshot(made))
+    assert different(*found) == []
 
 
 @pytest.mark.slow

@@ -14,13 +14,14 @@ float.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..calls import Batch, undisturbed
+from ..layer_stage import Journal
 from .calls import Call, find_blocks, mask_of, record, relative_error
 from .tuning import Snapshot, Tuning
 
@@ -61,6 +62,7 @@ def refine_blocks(
     rounding_rate: float | None = None,
     targets: str = "dense",
     seed: int = 0,
+    journal: Journal | None = None,
 ) -> list[BlockResult]:
     """Tune the blocks of the low-bit `model` in place, in order. Returns one result a block.
 
@@ -74,6 +76,7 @@ def refine_blocks(
             points, in steps of the grid; None is 1 / steps.
         targets: "dense" or "quantized": which states the dense block is given.
         seed: order of the batches.
+        journal: keeps what is finished; what it holds already is taken from there, with the same result.
 
     Raises ValueError for empty `batches` or `held_out`, `steps` below 1, and unknown `targets`. A model without
     repeated blocks gives an empty list and a warning.
@@ -87,7 +90,7 @@ def refine_blocks(
     results: list[BlockResult] = []
     with undisturbed(model, dense):
         for name, blocks in stacks:
-            stage = _Stack(model, dense, name, blocks, [*batches, *held_out], len(batches))
+            stage = _Stack(model, dense, name, blocks, [*batches, *held_out], len(batches), journal)
             settings = {"steps": steps, "rate": learning_rate, "sign_rate": rounding_rate or 1 / steps}
             results += stage.refine(targets, random.Random(seed), **settings)
     return results
@@ -105,7 +108,8 @@ def check(batches: list[Batch], held_out: list[Batch], steps: int) -> None:
 class _Stack:
     """The blocks of one list in both models, and the states in front of the one that is being refined."""
 
-    def __init__(self, model, dense, name, blocks, batches, training):
+    def __init__(self, model, dense, name, blocks, batches, training, journal):
+        self.journal = journal
         self.model, self.dense, self.name, self.blocks = model, dense, name, blocks
         self.dense_blocks = dense.get_submodule(name)
         self.training = training
@@ -124,14 +128,34 @@ class _Stack:
                 continue
             try:
                 self._enter(index)
-                wanted = [self._target(index, s, n, targets) for n, s in enumerate(self.streams)]
-                results.append(self._tune(index, name, wanted, order, **settings))
+                known = self._done(index, name, order)
+                wanted = [] if known else [self._target(index, s, n, targets) for n, s in enumerate(self.streams)]
+                results.append(known or self._tune(index, name, wanted, order, **settings))
+                if self.journal and not known:
+                    self._keep(index, results[-1], order)
             except ValueError as error:
                 results.append(BlockResult(name, reason=str(error)))
             self._advance(index)
             if results[-1].reason:
                 logger.warning("`%s` is not refined: %s.", name, results[-1].reason)
         return results
+
+    def _done(self, index: int, name: str, order: random.Random) -> BlockResult | None:
+        """The block as an interrupted run left it, with the order of batches that follows; None where it didn't."""
+        kept = self.journal.find("block", name) if self.journal else None
+        if kept is None:
+            return None
+        tensors, facts = kept
+        with torch.no_grad():
+            for key, parameter in self.blocks[index].named_parameters():
+                parameter.copy_(tensors[key])
+        version, numbers, rest = facts.pop("order")
+        order.setstate((version, tuple(numbers), rest))
+        return BlockResult(**facts)
+
+    def _keep(self, index: int, result: BlockResult, order: random.Random) -> None:
+        tensors = dict(self.blocks[index].named_parameters())
+        self.journal.keep("block", result.name, tensors, {**asdict(result), "order": order.getstate()})
 
     def _forget(self) -> None:
         for stream in self.streams:

@@ -15,10 +15,10 @@ inverse of H is formed. `BLOCK` columns are finished before the next ones get th
 
 Where we differ: scales and zero points are those of round to nearest, found on the whole group before the first column
 (so groups stay contiguous in whatever order columns come), and are fitted afterwards to the codes that were chosen
-(`refit`). At 2 and 3 bits both are done again with the fitted scales (`ROUNDS`), and each row keeps its best. H is damped
-by a share of its mean diagonal but never by less than an absolute floor, so that inputs which never occurred are simply
-rounded; where H still can't be factored, damping grows tenfold, and finally the weight is rounded without data.
-`Solution.note` says so.
+(`fit`). At 2 and 3 bits both are done again with the fitted scales (`ROUNDS`), and each row keeps its best. H is
+damped by a share of its mean diagonal but never by less than an absolute floor, so that inputs which never occurred
+are simply rounded; where H still can't be factored, damping grows tenfold, and finally the weight is rounded without
+data. `Solution.note` says so.
 
 In the loop over columns matrices are transposed, [K, N]: a column of W is then a contiguous row.
 """
@@ -101,8 +101,10 @@ class _Candidate:
 def _solve_alike(weights, starts, schemes, hessian: Tensor, factor: Factor, refine: bool) -> list[_Candidate]:
     """The best of every row of weights whose groups agree."""
     best: list[_Candidate | None] = [None] * len(weights)
-    for turn in range(max(ROUNDS.get(scheme.bits, 1) for scheme in schemes) if refine else 1):
-        again = [i for i, scheme in enumerate(schemes) if turn < (ROUNDS.get(scheme.bits, 1) if refine else 1)]
+    # without fitted scales, and where one serves all rows, a second turn would choose the same codes
+    rounds = [ROUNDS.get(s.bits, 1) if refine and s.group_size != "tensor" else 1 for s in schemes]
+    for turn in range(max(rounds)):
+        again = [i for i, count in enumerate(rounds) if turn < count]
         bases = [starts[i] if best[i] is None else best[i].quantized for i in again]
         codes = _round_columns([weights[i] for i in again], bases, [schemes[i] for i in again], factor)
         for i, base, code in zip(again, bases, codes, strict=True):
@@ -113,9 +115,6 @@ def _solve_alike(weights, starts, schemes, hessian: Tensor, factor: Factor, refi
 
 def _better_rows(old: _Candidate, new: _Candidate) -> _Candidate:
     better = new.errors < old.errors
-    if old.quantized.scale.shape[0] == 1:
-        # one scale for all rows
-        return new if float(new.errors.sum()) < float(old.errors.sum()) else old
     rows = better[:, None]
     codes = torch.where(rows, new.quantized.codes, old.quantized.codes)
     scale = torch.where(rows, new.quantized.scale, old.quantized.scale)
@@ -198,7 +197,7 @@ def _bounds(rows: int, start: Quantized, scheme: Scheme) -> tuple[Tensor, Tensor
 
 
 def fit(weight: Tensor, found: Quantized, scheme: Scheme, hessian: Tensor, refine: bool) -> _Candidate:
-    """The codes of `found` with the scales that are best for them: with V_g the codes q - z of group g, zero elsewhere,
+    """The codes of `found` with the scales that are best for them: V_g are the codes q - z of group g, zero elsewhere,
 
         min_t (d - sum_g t_g V_g) H (d - sum_g t_g V_g)^T    at    sum_h (V_g H V_h^T) t_h = V_g H d^T
 

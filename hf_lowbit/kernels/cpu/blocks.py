@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...functional.block_dispatch import BlockKernel, BlockProblem, register_blocks
+from ...functional.blocks import reference_block_gradient
 from ...functional.grid import grid_of
 from . import library
 from .record import TIERS, TYPES, refuse_tier
@@ -58,5 +59,27 @@ def run(
     return y
 
 
+def gradient(
+    gradient: Tensor, x: Tensor, col_indices: Tensor, row_pointers: Tensor | None, problem: BlockProblem
+) -> Tensor:
+    """As `BlockKernel.gradient` says: matrix tiles where they fit, else batched products of torch. Sums are float32."""
+    height, width = problem.height, problem.width
+    if problem.dtype != torch.bfloat16 or height % 16 or width % 16 or not problem.rows or gradient.dtype != x.dtype:
+        return reference_block_gradient(gradient, x, col_indices, row_pointers, height, width)
+    x, gradient = (t if t.stride(1) == 1 else t.contiguous() for t in (x, gradient))
+    out = x.new_empty(*col_indices.shape, height, width)
+    record = library.BlockGradientRecord(
+        block_rows=problem.block_rows, height=height, width=width,
+        live=0 if row_pointers is not None else col_indices.shape[1], in_features=problem.in_features, m=problem.rows,
+        x_stride=x.stride(0), dy_stride=gradient.stride(0), threads=torch.get_num_threads(), x=x.data_ptr(),
+        dy=gradient.data_ptr(), columns=col_indices.data_ptr(),
+        pointers=None if row_pointers is None else row_pointers.data_ptr(), out=out.data_ptr(),
+    )  # fmt: skip
+    if library.load().block_gradient(ctypes.addressof(record), TIERS["cpu-amx"][0]):
+        raise MemoryError(f"no memory for the scratch of the gradient of {problem}.")
+    return out
+
+
 for _name, (_tier, _rank, _) in TIERS.items():
-    register_blocks(BlockKernel(_name, _rank, partial(refuse, _name), partial(run, _tier)))
+    _gradient = gradient if _name == "cpu-amx" else None
+    register_blocks(BlockKernel(_name, _rank, partial(refuse, _name), partial(run, _tier), _gradient))

@@ -60,6 +60,17 @@ class BlocksRecord(ctypes.Structure):
     ]  # fmt: skip
 
 
+class BlockGradientRecord(ctypes.Structure):
+    """`struct lowbit_block_gradient` of csrc/blocks.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "block_rows", "height", "width", "live", "in_features", "m", "x_stride", "dy_stride", "threads",
+        )),
+        *((name, ctypes.c_void_p) for name in ("x", "dy", "columns", "pointers", "out")),
+    ]  # fmt: skip
+
+
 class UpdateRecord(ctypes.Structure):
     """`struct lowbit_update` of csrc/lowbit_update.c."""
 
@@ -91,6 +102,7 @@ class Loaded(NamedTuple):
     experts: Callable[..., int] | None = None
     block_linear: Callable[..., int] | None = None
     update: Callable[..., int] | None = None
+    block_gradient: Callable[..., int] | None = None
 
 
 _loaded: Loaded | None = None
@@ -151,7 +163,10 @@ def _open(path: Path) -> Loaded:
     block_linear.argtypes = [pointer, number]
     update = handle.lowbit_update
     update.argtypes = [pointer, number]
-    return Loaded(handle, str(path), handle.lowbit_features(), linear, rows, experts, block_linear, update)
+    block_gradient = handle.lowbit_block_gradient
+    block_gradient.argtypes = [pointer, number]
+    features = handle.lowbit_features()
+    return Loaded(handle, str(path), features, linear, rows, experts, block_linear, update, block_gradient)
 
 
 def _build(reasons: list[str]) -> Path | None:

@@ -9,13 +9,14 @@ import torch
 
 from hf_lowbit.functional.dispatch import Problem
 from hf_lowbit.functional.grid import BITS
+from hf_lowbit.functional.update import Update
 from hf_lowbit.kernels.triton.plans import can_use_words
 from tests.kernels.triton.conditions import need_compiler
 
 
 need_compiler()
 
-from tests.kernels.triton.ahead import compile_product, compile_quantize, compile_sum  # noqa: E402
+from tests.kernels.triton.ahead import compile_product, compile_quantize, compile_sum, compile_update  # noqa: E402
 
 
 # a launch says everything itself: Triton has nothing to warn of
@@ -148,3 +149,14 @@ def test_small_sizes_of_the_other_kernels_compile():
 def test_the_sum_over_parts_keeps_its_order():
     code = compile_sum(90)
     assert code.count(r"fma\.") == 0 and code.count(r"(atom|red)\.") == 0
+
+
+@pytest.mark.parametrize("state_bits", [8, 4, 32, 16])
+@pytest.mark.parametrize(("rule", "bits"), [("adamw", "ternary"), ("adamw", 3), ("lion", 8), ("sgd", 4)])
+def test_an_update_rounds_every_operation_once(rule, bits, state_bits, tmp_path):
+    update = Update(rule, state_bits, bits, None, 1536, 1024, torch.bfloat16, torch.float32, "cuda")
+    code = compile_update(update, asymmetric=bits == 3, capability=90)
+    assert code.count(r"fma\.") == 0 and code.count(r"div\.(full|approx)") == 0
+    assert code.count(r"sqrt\.approx") == 0
+    assert (code.count(r"sqrt\.rn\.f32") > 0) == (rule == "adamw")
+    assert code.spilled(tmp_path) == 0

@@ -9,6 +9,7 @@ from hf_lowbit.functional.dispatch import choose
 from hf_lowbit.functional.grid import BITS
 from hf_lowbit.functional.linear import linear, quantize_activations
 from hf_lowbit.kernels.triton import NAME, refuse_machine
+from tests.kernels import test_cpu_update as updates
 from tests.kernels.weights import expected_and_size, make_weight, problem_for, run
 
 
@@ -138,3 +139,13 @@ def test_tensors_of_another_device_than_the_current_one(gpu):
     first = run(NAME, x.to("cuda:0"), to("cuda:0", weight), None, 4, 64, False)
     second = run(NAME, x.to("cuda:1"), to("cuda:1", weight), None, 4, 64, False)
     assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())
+
+
+@pytest.mark.parametrize("state_bits", [32, 16, 8, 4])
+@pytest.mark.parametrize("rule", sorted(updates.RULES))
+def test_updates_have_the_bits_of_the_definition(gpu, rule, state_bits):
+    for scheme in (("ternary", None, False), (2, 32, True), (3, 5, True), (4, 64, False), (8, "tensor", False)):
+        for columns in (40, 192, 1536):
+            arguments = scheme, rule, state_bits, (67, columns), torch.bfloat16
+            expected = updates.run("reference", *arguments)
+            updates.assert_same(updates.run(NAME, *arguments, device=gpu), expected)
