@@ -216,8 +216,7 @@ class LowBitConfig(QuantizationConfigMixin):
     def __deepcopy__(self, memo):
         # the data is the caller's: it may be large, or a generator, which can't be copied
         memo[id(self.calibration)] = self.calibration
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
+        copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 

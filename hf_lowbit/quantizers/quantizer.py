@@ -22,13 +22,11 @@ from ..nn.packed import LowBitModule
 from ..nn.swap import flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
 from ..nn.trainable import Training
-from .accounting import install_accounting
 from .calibrated import calibration_batches, check_plan, convert_dense, needs_dense
 from .checkpoint import check_loaded, check_resolved, check_shapes, check_stored, naming_conflict, recorded_targets
+from .installing import install
 from .on_the_fly import QuantizeOp
 from .ownership import own_config
-from .register import WHEN_USED
-from .resize import install_resize
 from .spool import SpoolOp
 from .transitions import settle
 
@@ -53,10 +51,7 @@ class LowBitQuantizer(HfQuantizer):
     def __init__(self, quantization_config: LowBitConfig, **kwargs):
         # the user's object stays theirs: what was converted is recorded in a copy
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
-        install_accounting()
-        install_resize()
-        for step in WHEN_USED:
-            step()
+        install()
         self._targets: dict[str, Target] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         # layers whose weights can't be rounded, and why; transformers would hide an exception raised while loading
