@@ -18,6 +18,7 @@ NAMES = (
     "quality",
     "clip",
     "compress",
+    "propagation",
     "refine",
     "direct_training",
     "training_memory",
