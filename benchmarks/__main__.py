@@ -20,6 +20,7 @@ NAMES = (
     "clip",
     "compress",
     "compress_encoder",
+    "propagation",
     "refine",
     "direct_training",
     "finetune_direct",

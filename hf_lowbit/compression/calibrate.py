@@ -8,7 +8,8 @@
                                     ids and masks may lack the batch dimension
 
 Rows are full, so that no padding is needed; where dicts bring an `attention_mask`, statistics leave padding out. An
-encoder-decoder gets its source as target too (with the labels' shift) when no decoder inputs are given.
+encoder-decoder gets its source as target too (with the labels' shift) when no decoder inputs are given; where the
+source is sound, its decoder gets the first token alone.
 """
 
 from __future__ import annotations
@@ -174,9 +175,12 @@ def _checked(batches: list[dict[str, Tensor]], model: nn.Module | None) -> list[
                 "was made with another tokenizer."
             )
         decoder = [k for k in batch if k.startswith("decoder_") or k == "labels"]
-        if getattr(config, "is_encoder_decoder", False) and not decoder and ids is not None:
-            start = getattr(config, "decoder_start_token_id", None)
-            batch["decoder_input_ids"] = torch.cat([ids.new_full((len(ids), 1), start or 0), ids[:, :-1]], dim=1)
+        if getattr(config, "is_encoder_decoder", False) and not decoder:
+            start = getattr(config, "decoder_start_token_id", None) or 0
+            # sound has no tokens to repeat: its decoder begins, and no more
+            rows = next((len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim), 1)
+            first = torch.full((rows, 1), start)
+            batch["decoder_input_ids"] = first if ids is None else torch.cat([first.to(ids), ids[:, :-1]], dim=1)
     return batches
 
 

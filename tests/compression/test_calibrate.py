@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.perplexity import novel
 from hf_lowbit.compression.calibrate import make_batches
 from tests.assets import tiny_llama  # noqa: F401
+from tests.quantizers.architectures import BY_ID
 
 
 TEXT = novel("emma")[:20_000]
@@ -130,3 +131,11 @@ def test_what_cannot_be_used_is_refused(tokenizer, model, data, error, message):
 def test_text_without_a_tokenizer_is_refused():
     with pytest.raises(ValueError, match="no tokenizer"):
         make_batches([TEXT])
+
+
+def test_sound_without_decoder_inputs_begins_its_decoder():
+    row = BY_ID["whisper"]
+    batch = make_batches([{"input_features": row.inputs["input_features"]}], model=row.build())[0]
+    assert batch["decoder_input_ids"].tolist() == [[1], [1]]
+    with torch.no_grad():
+        assert torch.isfinite(row.build()(**batch).logits).all()
