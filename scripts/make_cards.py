@@ -37,14 +37,12 @@ COPY = "the base is a dequantised Q4_1 copy whose channels are permuted"
 
 @dataclass(frozen=True)
 class Run:
-    """An example with its settings. `results` reads the results of the card from what it printed, `training` what the
-    card says of the run."""
+    """An example with its settings. `results` reads the results of the card from what it printed."""
 
     example: str
     arguments: tuple[str, ...]
     base: Origin
     results: Callable[[str], list[dict]]
-    training: Callable[[str], str] | None = None
 
 
 def perplexity(printed: str) -> list[dict]:
@@ -52,22 +50,6 @@ def perplexity(printed: str) -> list[dict]:
     protocol = re.search(r"Perplexity: .*?, (\d+ windows of \d+ tokens from the start, .*?)\.$", printed, re.M)[1]
     return [{"metric_type": "perplexity", "metric_value": after, "baseline": before, "dataset_name":
              "Persuasion by Jane Austen", "protocol": f"{protocol}; {COPY}"}]  # fmt: skip
-
-
-def held_out_loss(printed: str) -> list[dict]:
-    before, after, steps = re.search(rf"a token: {NUMBER} before, {NUMBER} after (\d+) steps", printed).groups()
-    protocol = f"nats a token, 32 windows of 128 tokens, after {steps} steps on Emma; the dense column is the model "
-    protocol += f"before training, at 8 bits; {COPY}"
-    return [{"metric_type": "loss", "metric_value": float(after), "baseline": float(before), "dataset_name":
-             "Persuasion by Jane Austen", "protocol": protocol}]  # fmt: skip
-
-
-def trained(printed: str) -> str:
-    steps, changed = re.search(r"after (\d+) steps\ncodes changed: ([\d,]+)", printed).groups()
-    return (
-        f"{steps} steps of direct updates (AdamW with 8-bit states, learning rate 1e-4, cosine, batch 4 x 128 tokens "
-        f"of Emma by Jane Austen); {changed} changes of codes."
-    )
 
 
 def similarity(printed: str) -> list[dict]:
@@ -79,7 +61,6 @@ def similarity(printed: str) -> list[dict]:
 
 RUNS = {
     "smollm2-135m-4bit": Run("compress_smollm2.py", ("--turns", "1"), SMOLLM2, perplexity),
-    "smollm2-135m-austen": Run("finetune_smollm2.py", (), SMOLLM2, held_out_loss, trained),
     "minilm-l6-8bit": Run("encoder_similarity.py", ("--bits", "8"), MINILM, similarity),
 }
 
@@ -101,7 +82,6 @@ def stored(name: str) -> dict:
         "facts": measured,
         "base": asdict(run.base),
         "results": run.results(done.stdout),
-        "training": None if run.training is None else run.training(done.stdout),
     }
 
 
@@ -114,7 +94,7 @@ def render(content: dict) -> str:
         groups.append(facts.Group(**{**group, "names": set(group["names"]), "blocks": blocks}))
     measured = facts.Facts(content["facts"]["architecture"], content["facts"]["config"], groups)
     base = Origin(**content["base"])
-    return str(card_of(measured, base, content["results"], content["repo_id"], content["training"]))
+    return str(card_of(measured, base, content["results"], content["repo_id"]))
 
 
 def main(names: list[str]) -> None:

@@ -25,7 +25,8 @@ LAYERS = (
     ("pipeline",),
     ("exports", "hub"),
     ("imports",),
-    ("cli", "registration"),
+    ("cli",),
+    ("registration",),
 )
 LEVEL = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers", "misc", "common"}
