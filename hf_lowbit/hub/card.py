@@ -69,7 +69,7 @@ def render_card(
         # the files don't say why a weight stayed dense, the report does
         measured = _measure(model_or_dir, run["report"])
     base = origin.find(model_or_dir, base_model, base_card, token, online)
-    return card_of(measured, base, results, repo_id, training)
+    return card_of(measured, base, results, repo_id, training, run)
 
 
 def card_of(
@@ -78,8 +78,10 @@ def card_of(
     results: Iterable[EvalResult | Mapping] | None = None,
     repo_id: str | None = None,
     training: str | None = None,
+    run: Mapping | None = None,
 ) -> ModelCard:
-    """The card of measured facts; nothing but the template enters it. Arguments as in `render_card`."""
+    """The card of measured facts; nothing but the template enters it. Arguments as in `render_card`; `run` is the
+    report of the compression that ended in these facts."""
     pipeline_tag, loader = task.describe(measured.architecture)
     pipeline_tag = base.metadata.get("pipeline_tag", pipeline_tag)
     title = _title(measured, base, repo_id)
