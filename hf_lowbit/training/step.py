@@ -40,7 +40,10 @@ def step_leaf(
         weight = Weight(leaf.bytes(), leaf.parameter.scale, leaf.parameter.zero_point)
         constants = rule.constants(t)
         made = Step(constants, key_of(seed, step, leaf.name), -rule.rate(lr, t, leaf.weight_rms, None), lr * decay)
-        return Moved(*kernel.run(describe(leaf, grad.dtype, rule, states), weight, grad, states.tensors, made))
+        moved = Moved(*kernel.run(describe(leaf, grad.dtype, rule, states), weight, grad, states.tensors, made))
+        # torch saw no write: forms of the weight that evaluation keeps would stay what they were
+        torch.autograd.graph.increment_version(weight.stored)
+        return moved
     device = grad.device
     per_chunk = leaf.rows if rule.whole else max(1, chunk_size(device) // max(1, leaf.columns))
     noisy = leaf.needs_noise or states.needs_noise
