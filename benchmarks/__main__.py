@@ -15,6 +15,7 @@ NAMES = (
     "blocks",
     "experts",
     "generate",
+    "sparse_decode",
     "linear",
     "quality",
     "clip",
@@ -24,6 +25,7 @@ NAMES = (
     "refine",
     "direct_training",
     "finetune_direct",
+    "loftq",
     "training_memory",
     "update",
     "ternary_gap",
@@ -38,7 +40,7 @@ NAMES = (
     "layerwise",
     "gpu",
 )
-RENDERERS = ("render", "render_training", "render_sparsity", "render_measurement", "plots")
+RENDERERS = ("render", "render_training", "render_sparsity", "render_compress", "render_measurement", "plots")
 
 
 def run(names: list[str]) -> int:

@@ -70,8 +70,8 @@ class Measure(rounding._Best):
 
     power, offset, norm, floor, rowsum, unbiased = 1.0, 0.0, 2.0, 0.0, False, False
 
-    def __init__(self, x, grid, step, zero):
-        super().__init__(x, grid, step, zero)
+    def __init__(self, x, grid, step, zero, symmetric):
+        super().__init__(x, grid, step, zero, symmetric)
         magnitude = x.abs()
         self.weights = magnitude**self.power + self.offset * magnitude.mean(dim=1, keepdim=True)
         self.weighted = x * self.weights

@@ -133,15 +133,24 @@ def from_checkpoint(folder: str | Path) -> Facts:
         blocks = Blocks(layout.block, layout.bits if layout.form == "blocks" else None, round(layout.sparsity, 4))
         rows.append((f"{name}.weight", None, "", math.prod(layout.shape), size, blocks))
     converted = quantization if quantization.sparse is None else quantization.rest or LowBitConfig()
+    stored_names = set(sizes)
     for name, shape in converted.shapes.items():
         # experts are listed by their parameter, everything else by the module that owns `weight`
         codes = name if name in sizes else f"{name}.weight"
         if codes not in sizes:
+            if _is_tied_table(config, shape, converted.shapes, stored_names):
+                continue
             raise ValueError(f"config.json lists `{name}` as converted, but no safetensors file holds it.")
         size = sum(sizes.pop(codes + suffix, (0, 0))[1] for suffix in ("", *COMPANIONS))
         rows.append((codes, converted.modules[name].to_dict(), "", math.prod(shape), size, None))
     rows += [(name, None, NOT_RECORDED, parameters, size, None) for name, (parameters, size) in sizes.items()]
     return Facts((config.get("architectures") or ["unknown"])[0], quantization.to_dict(), _grouped(rows))
+
+
+def _is_tied_table(config: dict, shape: tuple[int, ...], shapes: Mapping, stored: set[str]) -> bool:
+    """Whether a weight of `shape` is stored under the name of the table it is tied to: an output layer's is."""
+    sizes = {config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")}
+    return shape[0] in sizes and any(other == shape and f"{name}.weight" in stored for name, other in shapes.items())
 
 
 def tensor_sizes(folder: Path) -> dict[str, tuple[int, int]]:

@@ -92,9 +92,9 @@ def within_edge(y: Tensor, bias: Tensor | None, layout: BlockLayout) -> Tensor:
 class MaskedModule(nn.Module):
     """Mixin of the layers that are being pruned; `layout` says how, `mask` what lives, `target` how sparse in the end.
 
-        `mask_group` names what layers with one mask in common belong to; None: a layer has a mask of its own.
-    `controlled` is True while something keeps dead blocks at zero; training without is refused. `sparse_compute`: train
-    on live blocks alone, True, False, or "auto": where that was measured to be no slower
+    `mask_group` names what layers with one mask in common belong to; None: a layer has a mask of its own.
+    `controlled` is True while something keeps dead blocks at zero; training without is refused. `sparse_compute`:
+    train on live blocks alone, True, False, or "auto": where that was measured to be no slower
     (functional/block_crossover.py).
     """
 

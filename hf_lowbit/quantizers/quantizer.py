@@ -15,13 +15,12 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
-from ..configs.dqt import DQTConfig
 from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
-from ..nn.arming import arm, disarm
+from ..nn.arming import disarm
 from ..nn.packed import LowBitModule
 from ..nn.swap import flatten_head, prepare, quantize, restore_dense
 from ..nn.targets import Target, find_targets
-from ..nn.trainable import Training
+from .armed import arm_codes
 from .calibrated import calibration_batches, check_plan, convert_dense, needs_dense
 from .checkpoint import check_loaded, check_resolved, check_shapes, check_stored, naming_conflict, recorded_targets
 from .installing import install
@@ -289,14 +288,3 @@ def record_modules(model, config: LowBitConfig) -> None:
                 found[key.removeprefix(".")] = packed
     config.modules = {key: packed.scheme for key, packed in found.items()}
     config.shapes = {key: packed.shape for key, packed in found.items()}
-
-
-def arm_codes(model, config: DQTConfig) -> list[str]:
-    """Make the low-bit linear weights of a model trainable as `config` says. Returns the names."""
-    return arm(model, Training(config.forward_bits, config.scale == "learned"), gradient_dtype(model, config))
-
-
-def gradient_dtype(model, config: DQTConfig) -> torch.dtype:
-    """Of the gradients of codes: the config's, the model's, or torch's default where nothing is floating."""
-    own = getattr(torch, config.grad_dtype) if config.grad_dtype else getattr(model, "dtype", None)
-    return own or torch.get_default_dtype()

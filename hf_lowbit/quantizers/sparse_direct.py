@@ -20,8 +20,8 @@ from ..nn.sparsify import become_codes, become_masked_codes, masked_modules
 from ..nn.swap import convert, flatten_head
 from ..nn.targets import Target, decide, find_targets
 from ..nn.trainable import TrainableModule, Training
+from .armed import arm_codes, gradient_dtype
 from .checkpoint import _spellings
-from .quantizer import arm_codes, gradient_dtype
 
 
 def rest_targets(model: nn.Module, config: BlastConfig) -> list[Target]:

@@ -87,6 +87,7 @@ def test_two_processes_build_at_once(tmp_path):
         "lowbit_experts": 0,
         "lowbit_update": 0,
         "lowbit_block_linear": 0,
+        "lowbit_block_gradient": 0,
     }
     (sources / "lowbit_cpu.c").write_text(
         "\n".join(
