@@ -40,14 +40,21 @@ class Verdict(NamedTuple):
     factor: float
 
 
+def can_compare(reference: list[float], runs: list[float]) -> bool:
+    """Whether the kept runs leave a degree of freedom for the spread."""
+    return min(len(reference), len(runs)) >= 3 and len(reference) + len(runs) >= 7
+
+
 def compare_with_reference(reference: list[float], runs: list[float], p: float = 0.05) -> Verdict:
-    """The verdict on samples-to-target of `runs`, against those of the reference."""
+    """The verdict on samples-to-target of `runs`, against those of the reference. ValueError for too few of both."""
     from scipy import stats
 
     points, own = kept(reference), kept(runs)
     mu, mean = statistics.fmean(points), statistics.fmean(own)
     if not math.isfinite(mu):
         raise ValueError("the reference itself did not reach the target in more than one run; set an easier target.")
+    if not can_compare(reference, runs):
+        raise ValueError(f"{len(reference)} and {len(runs)} runs are too few: a spread needs 7 in all, and 3 of each.")
     spread = statistics.pstdev(points) * math.sqrt(1 / len(points) + 1 / len(own))
     fastest = mu - float(stats.t.ppf(1 - p, len(points) + len(own) - 2)) * spread
     accepted = math.isfinite(mean) and mean >= fastest

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.convergence import compare_with_reference, olympic
+from benchmarks.convergence import can_compare, compare_with_reference, olympic
 from benchmarks.record import ROOT, Record, is_quiet, machine, watch
 from benchmarks.scratch_models import BATCH, CONTEXT, METHODS, SIZES, Windows, as_bytes, build, train_text
 
@@ -145,6 +145,8 @@ def judge(reference: list[float], counts: list[float]) -> str:
     """The verdict in words."""
     if len(reference) < 3:
         return "no reference yet"
+    if not can_compare(reference, counts):
+        return "too few runs to judge"
     verdict = compare_with_reference(reference, counts)
     if not math.isfinite(verdict.mean):
         return "target not reached"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.convergence import compare_with_reference, olympic
+from benchmarks.convergence import can_compare, compare_with_reference, olympic
 
 
 # points of the rules' example: kept ones have mean 15.75 and deviation 0.433
@@ -41,3 +41,11 @@ def test_the_worked_example_of_the_rules():
     assert not compare_with_reference(POINTS, [15.5, 15.5, math.inf, math.inf]).accepted
     with pytest.raises(ValueError, match="reference itself"):
         compare_with_reference([1.0, math.inf, math.inf], [1.0, 1.0, 1.0])
+
+
+def test_too_few_runs_have_no_verdict():
+    # one kept run of each leaves no spread: nothing may be called luck
+    assert not can_compare([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
+    with pytest.raises(ValueError, match="too few"):
+        compare_with_reference([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
+    assert compare_with_reference([1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0]).accepted
