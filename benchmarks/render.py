@@ -121,6 +121,19 @@ def products_table(rows: dict) -> str:
     return table(["kernel", "scheme", *(f"M={many}" for many in every)], body)
 
 
+def generate_table(content: dict) -> str:
+    """Decode and prefill of each candidate in turns with dense bfloat16, and what its weights take in memory."""
+    body = []
+    for key, row in content["rows"].items():
+        name, how = key.rsplit(", ", 1)
+        decode, prefill, memory = row["decode"], row["prefill"], row["memory"]
+        size = ("", "") if memory is None else (f"{memory[part] / 1e6:.0f}" for part in ("weights", "resident"))
+        body.append([name, how, f"{decode['after']:.1f}", f"{decode['ratio']:.2f}", f"{prefill['after']:.0f}",
+                     f"{prefill['ratio']:.2f}", *size])  # fmt: skip
+    return table(["model, linear layers, output layer", "step", "decode, tokens/s", "times bf16", "prompt, tokens/s",
+                  "times bf16", "weights, MB", "resident after loading, MB"], body)  # fmt: skip
+
+
 def span(ratios: list[float]) -> str:
     """Lowest to highest."""
     low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
@@ -152,12 +165,17 @@ def write(folder: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
         page = replace_between(page, "shuffles", shuffles_line(content["rows"]))
     path.write_text(page)
     print(f"tables: {path}")
+    path = docs / "performance.md"
+    page = path.read_text()
     if (folder / "linear.json").exists():
         content = json.loads((folder / "linear.json").read_text())
-        path = docs / "performance.md"
-        page = replace_between(path.read_text(), "conditions", conditions(content))
-        path.write_text(replace_between(page, "products", products_table(content["rows"])))
-        print(f"tables: {path}")
+        page = replace_between(page, "conditions", conditions(content))
+        page = replace_between(page, "products", products_table(content["rows"]))
+    if (folder / "generate.json").exists():
+        content = json.loads((folder / "generate.json").read_text())
+        page = replace_between(page, "generate", f"{generate_table(content)}\n\n{conditions(content)}")
+    path.write_text(page)
+    print(f"tables: {path}")
 
 
 if __name__ == "__main__":

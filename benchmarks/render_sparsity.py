@@ -96,6 +96,23 @@ def training_table(rows: dict) -> str:
     return table(["weights, sparsity", "blocks", "MLP", "C library", "torch alone"], lines)
 
 
+def decode_table(rows: dict) -> str:
+    """Size and decode of a model of a billion parameters whose MLPs are 95 % sparse, against dense bfloat16."""
+    names = [key.removeprefix("decode ") for key in rows if key.startswith("decode ")]
+    found = [(name, rows[f"size {name}"], rows[f"decode {name}"]) for name in names]
+    body = [
+        [
+            name,
+            f"{size['bytes'] / 1e6:.0f} MB",
+            f"{size['ratio']:.2f}",
+            f"{speed['after']:.1f}",
+            f"{speed['ratio']:.2f}",
+        ]
+        for name, size, speed in found
+    ]
+    return table(["candidate", "weights", "times smaller", "tokens/s", "times faster"], body)
+
+
 def span(values: list[float]) -> str:
     low, high = (f"{value:.1f}" for value in (min(values), max(values))) if values else ("", "")
     return low if low == high else f"{low} - {high}"
@@ -119,7 +136,12 @@ def write(folder: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
         (docs / "sparsity_finetuned.svg").write_text(finetune_chart(content))
     content = json.loads((folder / "blocks.json").read_text())
     text = f"{forward_table(content['rows'])}\n\n{training_table(content['rows'])}\n\n{conditions(content)}"
-    path.write_text(replace_between(page, "sparsity speed", text))
+    page = replace_between(page, "sparsity speed", text)
+    decoded = folder / "sparse_decode.json"
+    if decoded.exists():
+        content = json.loads(decoded.read_text())
+        page = replace_between(page, "sparse decode", f"{decode_table(content['rows'])}\n\n{conditions(content)}")
+    path.write_text(page)
     papers = docs / "papers.md"
     papers.write_text(replace_between(papers.read_text(), "sparsity claims", claims_table()))
     print(f"tables: {path}, {papers}")

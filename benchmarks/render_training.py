@@ -1,4 +1,4 @@
-"""The tables of docs/training.md, made from benchmarks/results/{direct_training,training_memory}.json.
+"""The tables of docs/training.md, made from benchmarks/results/{direct_training,training_memory,update}.json.
 
 python -m benchmarks.render_training
 """
@@ -85,6 +85,24 @@ def memory_table(content: dict) -> str:
     )
 
 
+def update_table(content: dict) -> str:
+    """Time of an update by stored bits, dtype of gradients, rule and states, over that of torch's fused AdamW; then
+    whole training steps."""
+    updates = {k: row["figures"] for k, row in content["rows"].items() if k.startswith("update/")}
+    names = [name for name in next(iter(updates.values())) if name != "fused AdamW"]
+    found = []
+    for key, figures in updates.items():
+        _, bits, gradients = key.split("/")
+        found.append([bits, gradients, *(f"{figures[name]['ratio']:.2f}" for name in names)])
+    steps = [
+        [key.partition("/")[2], "SmolLM2-135M", f"{figure['ratio']:.2f}"]
+        for key, row in content["rows"].items() if key.startswith("step/")
+        for name, figure in row["figures"].items() if name != "fp32 AdamW"
+    ]  # fmt: skip
+    whole = table(["training step, 4 x 128 tokens, bfloat16 autocast", "model", "time, fp32 AdamW = 1"], steps)
+    return f"{table(['stored bits', 'gradients', *names], found)}\n\n{whole}"
+
+
 def write(folder: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
     """Bring docs/training.md up to date with what has been measured."""
     path = docs / "training.md"
@@ -92,6 +110,7 @@ def write(folder: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
     for name, file, make in (
         ("quality", "direct_training", quality_table),
         ("memory", "training_memory", memory_table),
+        ("update", "update", update_table),
     ):
         content = json.loads((folder / f"{file}.json").read_text())
         page = replace_between(page, name, f"{make(content)}\n\n{conditions(content)}")

@@ -1,6 +1,6 @@
 """Tables of direct training: the best rate by the validation text, differences seed by seed."""
 
-from benchmarks.render_training import best_rows, memory_table, quality_table
+from benchmarks.render_training import best_rows, memory_table, quality_table, update_table
 
 
 PROTOCOL = {"steps": {"0.3M": [400]}, "rates": [0.001, 0.003], "seeds": [0, 1], "methods": ["fp32", "dqt-8", "dqt-4"]}
@@ -33,3 +33,13 @@ def test_memory():
         "linear_total": 5.02, "whole_total_mib": 672.4, "peak_rss_mib": 1642,
     }  # fmt: skip
     assert memory_table({"rows": {"x": row}}).splitlines()[-1] == "| x | 1.00 | 2.00 | 2.02 | 5.02 | 672 | 1642 |"
+
+
+def test_updates_and_steps():
+    figures = {"fused AdamW": {"ns": 1.0, "ratio": 1.0}, "adamw, 8-bit states": {"ns": 2.1, "ratio": 2.1}}
+    step = {"fp32 AdamW": {"seconds": 4.0, "ratio": 1.0}, "8 bits": {"seconds": 4.1, "ratio": 1.025}}
+    lines = update_table(
+        {"rows": {"update/8/bf16": {"figures": figures}, "step/8 bits": {"figures": step}}}
+    ).splitlines()
+    assert lines[0] == "| stored bits | gradients | adamw, 8-bit states |" and lines[2] == "| 8 | bf16 | 2.10 |"
+    assert lines[-1] == "| 8 bits | SmolLM2-135M | 1.02 |"
