@@ -21,6 +21,7 @@ NAMES = (
     "clip",
     "compress",
     "compress_encoder",
+    "compress_speech",
     "propagation",
     "refine",
     "direct_training",

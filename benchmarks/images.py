@@ -6,61 +6,22 @@ apt-get and unpacks it without installing; files are known by their sha256.
 """
 
 import gzip
-import hashlib
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from scripts.fetch_assets import cache
+from benchmarks.debian import Package
 
 
-PACKAGE, INSIDE = "dataset-fashion-mnist", "usr/share/datasets/fashion-mnist"
-FILES = {
+PICTURES = Package("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist", "fashion-mnist", {
     "train-images-idx3-ubyte.gz": "b0564c3eedabfbf835052cff8503ea422014ce006caf5b757f851416ee8300c7",
     "train-labels-idx1-ubyte.gz": "0ae29f65d86684f32d1b9c85147786c547b9c6aebcaf235f0400a0cce308b056",
     "t10k-images-idx3-ubyte.gz": "cc1d090a38ace84dfa1aa66e3ada7c336ef481a96936906477e6dd344da56eaa",
     "t10k-labels-idx1-ubyte.gz": "8d3605d196f4be44669e46906da9733c8131fef761fdbfec72c424d5222f1a05",
-}
+})  # fmt: skip
 # of the training pictures divided by 255
 MEAN, DEVIATION = 0.2860, 0.3530
-
-
-def home() -> Path:
-    return cache() / "fashion-mnist"
-
-
-def find() -> Path | None:
-    """The folder that holds all four files, None when there is none."""
-    for folder in (home(), Path("/") / INSIDE):
-        if all((folder / name).is_file() for name in FILES):
-            return folder
-    return None
-
-
-def fetch() -> Path:
-    """Download and unpack; SystemExit where that cannot be done."""
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            subprocess.run(["apt-get", "download", PACKAGE], cwd=scratch, check=True)
-            (package,) = Path(scratch).glob("*.deb")
-            subprocess.run(["dpkg-deb", "-x", str(package), scratch], check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise SystemExit(
-                f"the pictures are the Debian package {PACKAGE}, which could not be fetched ({error}). Copy its files "
-                f"{', '.join(FILES)} to {home()}."
-            ) from None
-        home().mkdir(parents=True, exist_ok=True)
-        for name, digest in FILES.items():
-            data = (Path(scratch) / INSIDE / name).read_bytes()
-            if hashlib.sha256(data).hexdigest() != digest:
-                raise SystemExit(f"{name} of {PACKAGE} is not the known file: its sha256 differs.")
-            temporary = home() / f".{name}"
-            temporary.write_bytes(data)
-            temporary.replace(home() / name)
-    return home()
 
 
 def read_idx(path: Path) -> Tensor:
@@ -74,6 +35,6 @@ def read_idx(path: Path) -> Tensor:
 
 def load(part: str, folder: Path | None = None) -> tuple[Tensor, Tensor]:
     """(pictures float32 [n, 1, 28, 28] of mean 0 and deviation 1, labels int64 [n]) of "train" or "t10k"."""
-    folder = folder or find() or fetch()
+    folder = folder or PICTURES.folder()
     pictures = read_idx(folder / f"{part}-images-idx3-ubyte.gz").float().div_(255).sub_(MEAN).div_(DEVIATION)
     return pictures[:, None], read_idx(folder / f"{part}-labels-idx1-ubyte.gz").long()

