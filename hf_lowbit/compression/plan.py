@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..configs.lowbit import LowBitConfig
 from ..configs.scheme import BITS, Scheme
@@ -22,6 +22,7 @@ from ..nn.swap import check_finite
 from ..nn.targets import Target, decide, find_targets
 from .allocate import allocate
 from .budget import cache_bytes, free_bytes
+from .compensation import shares
 from .sensitivity import candidates, fisher, options
 
 
@@ -62,7 +63,7 @@ def plan(model: nn.Module, wishes: LowBitConfig, batches: list[dict] | None, see
     """
     frame = find_frame(model, wishes)
     check_finite(frame.targets)
-    importance = {} if batches is None else fisher(model, frame.targets, batches, seed)
+    importance = {} if batches is None else _importance(model, frame.targets, batches, wishes.method, seed)
     with torch.no_grad():
         offers = [options(t, frame.schemes, importance.pop(t.name, None)) for t in frame.targets]
     chosen = allocate(offers, frame.limit)
@@ -71,6 +72,20 @@ def plan(model: nn.Module, wishes: LowBitConfig, batches: list[dict] | None, see
         4, frame.group_size, _symmetric(wishes), wishes.activations, wishes.method,
         modules={**modules, **wishes.modules}, modules_to_not_convert=wishes.modules_to_not_convert,
     )  # fmt: skip
+
+
+def _importance(
+    model: nn.Module, targets: list[Target], batches: list[dict], method: str | None, seed: int
+) -> dict[str, Tensor]:
+    """{name: what a squared error of each weight costs, in the weight's shape}, with the rounding of `method`."""
+    found = fisher(model, targets, batches, seed)
+    if method == "rtn":
+        return found
+    left = shares(model, targets, batches)
+    for target in targets:
+        if target.name in left:
+            found[target.name] *= left[target.name][:, None] if target.transposed else left[target.name]
+    return found
 
 
 def find_frame(model: nn.Module, wishes: LowBitConfig) -> Frame:

@@ -10,6 +10,8 @@ logits use the last hidden state h (or their embeddings): gradients of v . h / |
 estimate the relative error of h. Costs of all weights, tables and heads included, are then in one unit and may be
 added.
 
+`compensation.py` scales F by what GPTQ leaves of the error of each column, where GPTQ will round.
+
 Without data: |W' - W|^2 / |W|^2 times the number of weights; a rough measure.
 """
 

@@ -206,9 +206,9 @@ class _Run:
         kept = self.journal.find("layer", "plan") if self.journal else None
         if kept is not None:
             return LowBitConfig.from_dict(kept[1])
-        config = plan(
-            self.dense, LowBitConfig(bits=4 if bits is None else bits, budget=budget), self.training, self.seed
-        )
+        method = "rtn" if self.training is None else "gptq"
+        wishes = LowBitConfig(bits=4 if bits is None else bits, budget=budget, method=method)
+        config = plan(self.dense, wishes, self.training, self.seed)
         if self.journal:
             self.journal.keep("layer", "plan", {}, config.to_dict())
         return config

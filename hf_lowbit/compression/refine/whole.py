@@ -48,6 +48,7 @@ def refine_globally(
     *,
     steps: int = 100,
     learning_rate: float = 5e-4,
+    rounding_rate: float | None = None,
     checks: int = 4,
     seed: int = 0,
 ) -> GlobalResult:
@@ -63,7 +64,7 @@ def refine_globally(
     """
     check(batches, held_out, steps)
     with undisturbed(model, dense):
-        tuning = Tuning(model, dense, rounding=False, rate=learning_rate, steps=steps)
+        tuning = Tuning(model, dense, rounding=rounding_rate is not None, rate=learning_rate, steps=steps)
         tensors = tuning.tensors()
 
         @torch.no_grad()
@@ -82,7 +83,7 @@ def refine_globally(
             with torch.no_grad():
                 wanted = forward(dense, batch)
             loss(forward(model, batch, tuning.run), wanted, batch).backward()
-            tuning.step(0.0)
+            tuning.step(rounding_rate or 0.0)
             if step % every == 0 or step == steps:
                 tuning.store()
                 losses.append((step, judge()))
