@@ -7,7 +7,9 @@ x^ are the states that the blocks before, low-bit and refined already, really ha
 that a block makes good what the earlier ones lost (Li et al. 2021, BRECQ, eq. 10, with the inputs of QDrop and QEP).
 `targets="quantized"` feeds the dense block with x^ instead. How the numbers move: `tuning.py`.
 
-A block whose error on held-out batches did not fall gets its old tensors back, bit for bit. One block at a time is in
+A block whose error on held-out batches did not fall gets its old tensors back, bit for bit, and is tuned once more
+with its codes as they are, at a quarter of the rate: with few calibration tokens signs of gradients are noise, and
+codes that follow them fit nothing else. If that doesn't help either, it keeps what it had. One block at a time is in
 float.
 """
 
@@ -29,17 +31,21 @@ from .tuning import Snapshot, Tuning
 logger = logging.get_logger(__name__)
 
 TARGETS = ("dense", "quantized")
+# (whether codes move, share of the learning rate) of each attempt at a block; the first that helps is kept
+ATTEMPTS = ((True, 1.0), (False, 0.25))
 
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What became of one block: the held-out error before and after, or why it was skipped."""
+    """What became of one block: the held-out error before and after the last attempt, whether that was kept and moved
+    codes, or why it was skipped."""
 
     name: str
     before: float | None = None
     after: float | None = None
     kept: bool = False
     reason: str | None = None
+    moved: bool = False
 
 
 @dataclass
@@ -194,9 +200,7 @@ class _Stack:
         return relative_error(call.enter(run, stream.quantized), target, mask)
 
     def _tune(self, index, name, wanted, order, steps, rate, sign_rate) -> BlockResult:
-        block, dense_block, calls = self.blocks[index], self.dense_blocks[index], self.calls[index]
-        tuning = Tuning(block, dense_block, rounding=True, rate=rate, steps=steps)
-        kept = Snapshot(tuning.tensors())
+        block, calls = self.blocks[index], self.calls[index]
 
         @torch.no_grad()
         def judge() -> float:
@@ -205,16 +209,19 @@ class _Stack:
             return sum(errors) / len(errors)
 
         before = judge()
-        rows: list[int] = []
-        for _ in range(steps):
-            if not rows:
-                rows = order.sample(range(self.training), self.training)
-            n = rows.pop()
-            self._error(calls[n], tuning.run, self.streams[n], wanted[n]).backward()
-            tuning.step(sign_rate)
-        tuning.store()
-        after = judge()
-        better = after < before
-        if not better:
+        for moves, share in ATTEMPTS:
+            tuning = Tuning(block, self.dense_blocks[index], rounding=moves, rate=share * rate, steps=steps)
+            kept = Snapshot(tuning.tensors())
+            rows: list[int] = []
+            for _ in range(steps):
+                if not rows:
+                    rows = order.sample(range(self.training), self.training)
+                n = rows.pop()
+                self._error(calls[n], tuning.run, self.streams[n], wanted[n]).backward()
+                tuning.step(sign_rate)
+            tuning.store()
+            after = judge()
+            if after < before:
+                return BlockResult(name, before, after, True, moved=moves)
             kept.restore()
-        return BlockResult(name, before, after, better)
+        return BlockResult(name, before, after)

@@ -2,7 +2,7 @@
 
     min over scales, norms, biases    mean over tokens KL(softmax(dense logits) || softmax(logits))
 
-at temperature 1, codes fixed (the end-to-end stage of EfficientQAT, Chen et al. 2024, section 3.3, with distillation
+at temperature 1, codes fixed unless they are asked to move (the end-to-end stage of EfficientQAT, Chen et al. 2024, section 3.3, with distillation
 in place of labels). Models without logits match their last hidden state, or their embeddings (CLIP):
 |h - h_dense|^2 / |h_dense|^2 a token.
 
@@ -57,6 +57,7 @@ def refine_globally(
     Args:
         model, dense, batches, held_out, seed: as for `refine_blocks`.
         steps: updates, one batch each. learning_rate: of Adam, relative for scales; falls linearly to zero.
+        rounding_rate: of codes and zero points, in steps of the grid, as in `refine_blocks`; None moves neither.
         checks: how many times the held-out loss is taken on the way.
 
     Raises ValueError for empty `batches` or `held_out`, `steps` below 1, a model without low-bit weights, and a model

@@ -10,6 +10,7 @@ import hf_lowbit as lb
 from hf_lowbit.compression.calls import forward
 from hf_lowbit.compression.refine.blocks import refine_blocks
 from hf_lowbit.compression.refine.calls import find_blocks, record
+from hf_lowbit.nn.packed import LowBitModule
 from tests.compression.refine.architectures import make
 
 
@@ -89,6 +90,15 @@ def test_a_block_that_gets_worse_is_restored():
     results = refine_blocks(case.model, case.dense, case.batches, case.held_out, steps=2, learning_rate=30.0)
     assert not any(result.kept for result in results)
     assert same(before, state(case.model))
+
+
+def test_a_block_whose_codes_should_not_move_is_tuned_without():
+    case = make("llama")
+    before = {name: lb.codes(m)[0].clone() for name, m in case.model.named_modules() if isinstance(m, LowBitModule)}
+    # codes thrown about by whole steps can only do harm
+    results = refine_blocks(case.model, case.dense, case.batches, case.held_out, steps=12, rounding_rate=2.0)
+    assert any(result.kept for result in results) and not any(result.moved for result in results)
+    assert all(torch.equal(lb.codes(case.model.get_submodule(name))[0], codes) for name, codes in before.items())
 
 
 def test_the_same_seed_gives_the_same_bytes():
