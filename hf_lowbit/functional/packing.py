@@ -66,7 +66,7 @@ def not_codes(weight: Tensor) -> TypeError:
     """The error for floats where packed codes belong: read as bytes, they would give numbers that mean nothing."""
     return TypeError(
         f"the weight of a low-bit layer is {weight.dtype} {list(weight.shape)}; packed codes are torch.int8. "
-        "Something assigned dense numbers to it: assign them to the dense model and quantize that, or call `dequantize()` first."
+        "Something assigned dense numbers to it: assign them to the dense model and quantize that, or `dequantize()`."
     )
 
 

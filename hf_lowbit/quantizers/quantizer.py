@@ -26,6 +26,7 @@ from .calibrated import calibration_batches, check_plan, convert_dense, needs_de
 from .checkpoint import check_loaded, check_resolved, check_shapes, check_stored, naming_conflict, recorded_targets
 from .installing import install
 from .on_the_fly import QuantizeOp
+from .outside import check_inside
 from .ownership import own_config
 from .parts import mark_parts
 from .record import record_modules
@@ -107,6 +108,7 @@ class LowBitQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         refuse_parallel(getattr(model.config, "distributed_config", None))
+        check_inside(model, checkpoint_files)
         if self.pre_quantized:
             targets = recorded_targets(model, self.quantization_config)
             check_stored(model, targets, checkpoint_files)

@@ -37,6 +37,7 @@ from ..nn.sparsify import (
 from ..nn.swap import convert, flatten_head, prepare
 from ..nn.targets import Target
 from .checkpoint import check_loaded, check_shapes, check_stored, recorded_targets
+from .outside import check_inside
 from .parts import mark_parts
 from .quantizer import LowBitQuantizer, refuse_parallel
 from .record import record_modules
@@ -59,6 +60,7 @@ class BlastQuantizer(LowBitQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         refuse_parallel(getattr(model.config, "distributed_config", None))
+        check_inside(model, checkpoint_files)
         if self.pre_quantized:
             targets = recorded_layouts(model, self.quantization_config)
             check_stored_blocks(model, targets, checkpoint_files)
