@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .dispatch import choose
 from .linear import is_watched, problem_of
+from .packing import not_codes
 from .rows import BITS, FIELD, rows_of
 
 
@@ -70,6 +71,8 @@ def segments(offsets: Tensor):
 
 
 def _experts(x, offsets, weight, scale, zero_point, bias, bits, in_features, group_size, int8_activations):
+    if weight.dtype is not torch.int8:
+        raise not_codes(weight)
     matrices = weight.squeeze(-3)
     scheme = bits, in_features, group_size, int8_activations
     problem = problem_of(x, matrices[0], scale[0], None if zero_point is None else zero_point[0], *scheme)

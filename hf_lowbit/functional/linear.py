@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .dispatch import Kernel, Problem, choose, chosen, register_kernel, remember
 from .grid import dequantize, expand_groups, grid_of
-from .packing import unpack
+from .packing import not_codes, unpack
 from .rows import BITS, FIELD
 
 
@@ -49,8 +49,11 @@ def linear(
 ) -> Tensor:
     """y = x W^T + bias for packed `weight` int8 [1, N, R] or [N, R]; x [..., K] float; returns [..., N] in x's dtype.
 
-    Under autocast x takes autocast's dtype first, as it does in torch's linear.
+    Under autocast x takes autocast's dtype first, as it does in torch's linear. TypeError for a weight that is not
+    int8: kernels trust it.
     """
+    if weight.dtype is not torch.int8:
+        raise not_codes(weight)
     device = "cpu" if x.is_cpu else x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         # float64 is left alone, as torch does; inside, autocast would round what kernels hold in float32

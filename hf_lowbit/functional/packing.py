@@ -43,6 +43,8 @@ def pack(codes: Tensor, grid: Grid) -> Tensor:
 
 def unpack(packed: Tensor, grid: Grid, in_features: int) -> Tensor:
     """Codes int8 [..., K] of the bytes int8 [..., R] that `pack` wrote for K = `in_features`."""
+    if packed.dtype is not torch.int8:
+        raise not_codes(packed)
     if packed.shape[-1] != row_bytes(in_features, grid):
         raise ValueError(
             f"Expected {row_bytes(in_features, grid)} bytes a row for {in_features} codes of {grid.bits} bits. "
@@ -58,6 +60,14 @@ def unpack(packed: Tensor, grid: Grid, in_features: int) -> Tensor:
     else:
         fields = _unpack_fields(stored, grid.field_bits, in_features)
     return fields.view(torch.int8) + grid.qmin
+
+
+def not_codes(weight: Tensor) -> TypeError:
+    """The error for floats where packed codes belong: read as bytes, they would give numbers that mean nothing."""
+    return TypeError(
+        f"the weight of a low-bit layer is {weight.dtype} {list(weight.shape)}; packed codes are torch.int8. "
+        "Something assigned dense numbers to it: assign them to the dense model and quantize that, or `dequantize()`."
+    )
 
 
 # fields of 2 and 4 bits move between a byte and the bytes of one integer by shifts, all fields of it at a time

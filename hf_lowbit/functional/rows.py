@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .dispatch import forced_kernel
 from .grid import TERNARY, dequantize, grid_of
-from .packing import unpack
+from .packing import not_codes, unpack
 
 
 # the operators' `field` argument: the bits, with 1 for ternary (operators take integers faster than strings)
@@ -115,6 +115,8 @@ def reference_rows(weight: Tensor, scale: Tensor, zero_point: Tensor | None, ids
 
 
 def _rows(weight, scale, zero_point, ids, bits, in_features, group_size, dtype):
+    if weight.dtype is not torch.int8:
+        raise not_codes(weight)
     rows = Rows(
         bits, group_size, scale.shape[0] == 1, zero_point is not None,
         weight.shape[0], in_features, scale.dtype, None if ids is None else ids.dtype, dtype, weight.device.type,

@@ -156,7 +156,9 @@ def _is_tied_table(config: dict, shape: tuple[int, ...], shapes: Mapping, stored
 def tensor_sizes(folder: Path) -> dict[str, tuple[int, int]]:
     """{tensor: (elements, bytes)} of a checkpoint, from the headers of its safetensors files."""
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    # as transformers reads: a single file beside the index of an earlier, sharded save is the newer one
+    single = (folder / "model.safetensors").is_file() or not index.is_file()
+    names = ["model.safetensors"] if single else sorted(set(read_json(index)["weight_map"].values()))
     sizes = {}
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():

@@ -20,13 +20,14 @@ from ..functional.block_code_linear import block_code_linear
 from ..functional.block_codes import SCALE_DTYPE, dequantize_blocks, stored_width
 from ..functional.block_dispatch import BlockProblem
 from ..functional.block_masks import mask_of
+from .loaded import LoadedModule
 from .masked import scatter, sparse_product, within_edge
 
 
 SUFFIXES = ("", "_scale", "_col_indices", "_row_pointers")
 
 
-class BlockModule(nn.Module):
+class BlockModule(LoadedModule):
     """Mixin of the block-sparse layers; `layout` says what the tensors are."""
 
     layout: BlockLayout

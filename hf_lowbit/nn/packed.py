@@ -18,6 +18,7 @@ from ..functional.grid import grid_of, group_count
 from ..functional.packing import pack, row_bytes, unpack
 from ..functional.rounding import round_to_nearest, scale_dtype
 from ..functional.rows import rows_of
+from .loaded import LoadedModule
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def dense_rows(packed: PackedWeight, stored: Tensor, scale: Tensor, zero_point: 
     )
 
 
-class LowBitModule(nn.Module):
+class LowBitModule(LoadedModule):
     """Mixin of the low-bit layers. `lowbit` maps each packed parameter's name to its `PackedWeight`."""
 
     lowbit: dict[str, PackedWeight]

@@ -9,6 +9,7 @@ without low-bit layers every wrapper only passes the call on.
    anything is trained.
 2. `dequantize_module_weight`, with which DoRA reads the weight in its forward.
 3. `_unload_and_optionally_merge`, after which the model's quantization config says what is low-bit now.
+4. `ModulesToSaveWrapper.update`, which makes a module trainable as a whole: codes can't be.
 
 Importing this module costs nothing: the rest is imported when the first adapter meets a low-bit layer.
 """
@@ -41,6 +42,7 @@ def install() -> None:
         if "_unload_and_optionally_merge" in vars(tuner):
             tuner._unload_and_optionally_merge = _wrap_unload(tuner._unload_and_optionally_merge)
     _wrap_dequantize()
+    _wrap_modules_to_save()
 
 
 def _subclasses(cls: type) -> list[type]:
@@ -181,3 +183,22 @@ def _wrap_dequantize() -> None:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "peft" and vars(module).get("dequantize_module_weight") is read:
             module.dequantize_module_weight = dequantize_module_weight
+
+
+def _wrap_modules_to_save() -> None:
+    from peft.utils.other import ModulesToSaveWrapper
+
+    update = ModulesToSaveWrapper.update
+
+    @functools.wraps(update)
+    def refuse_codes(self, *args, **kwargs):
+        found = next((module for module in self.original_module.modules() if is_lowbit(module)), None)
+        if found is not None:
+            raise ValueError(
+                f"`modules_to_save` asks for the whole of a {type(self.original_module).__name__}, whose weights are "
+                f"low-bit: {found}. Packed codes take no gradients. Quantize with the module in "
+                "`modules_to_not_convert`, or name it in `target_modules`."
+            )
+        return update(self, *args, **kwargs)
+
+    ModulesToSaveWrapper.update = refuse_codes

@@ -12,6 +12,7 @@ import copy
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
@@ -25,7 +26,10 @@ from .calibrated import calibration_batches, check_plan, convert_dense, needs_de
 from .checkpoint import check_loaded, check_resolved, check_shapes, check_stored, naming_conflict, recorded_targets
 from .installing import install
 from .on_the_fly import QuantizeOp
+from .outside import check_inside
 from .ownership import own_config
+from .parts import mark_parts
+from .record import record_modules
 from .spool import SpoolOp
 from .transitions import settle
 
@@ -104,6 +108,7 @@ class LowBitQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         refuse_parallel(getattr(model.config, "distributed_config", None))
+        check_inside(model, checkpoint_files)
         if self.pre_quantized:
             targets = recorded_targets(model, self.quantization_config)
             check_stored(model, targets, checkpoint_files)
@@ -183,12 +188,13 @@ class LowBitQuantizer(HfQuantizer):
     def record(self, model) -> None:
         """Write what is low-bit, with schemes and shapes, into the config: this is what gets saved."""
         record_modules(model, self.quantization_config)
+        mark_parts(model, self.quantization_config)
 
     def attach(self, model, targets: list[Target]) -> None:
         """Give a model that was converted in memory what `from_pretrained` leaves on one: config, quantizer, names."""
         self.record(model)
-        if not hasattr(model, "config"):
-            # a plain torch module: nothing of transformers to tell
+        if not isinstance(model, PreTrainedModel):
+            # a plain torch module, or a layer of a model: nothing of transformers to tell
             return
         self._tie_companions(model, {target.parameter_name: target for target in targets})
         own_config(model)
@@ -223,6 +229,22 @@ class LowBitQuantizer(HfQuantizer):
             if target is not None:
                 for suffix in target.packed.tensors():
                     tied[target_name + suffix] = source + suffix
+
+    def dequantize(self, model, dtype=None):
+        """Turn `model` into a dense one, all of it in `dtype`; None: the dtype it computes in now.
+
+        Parameters that are kept in another dtype than the model's (float32 in a half-precision one) stay in it.
+        """
+        own = model.dtype
+        dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype or own
+        self._dequantize(model, dtype)
+        if dtype != own:
+            # layers that were dense before would refuse the others' numbers
+            for tensor in model.state_dict(keep_vars=True).values():
+                if tensor.dtype == own:
+                    tensor.data = tensor.data.to(dtype)
+        self.remove_quantization_config(model)
+        return model
 
     def _dequantize(self, model, dtype=None):
         offloaded = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
@@ -275,16 +297,3 @@ class LowBitQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def record_modules(model, config: LowBitConfig) -> None:
-    """List the low-bit modules of a model in a config, with schemes and shapes."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LowBitModule):
-            for parameter, packed in module.lowbit.items():
-                # fused experts are listed by parameter, whatever its name
-                key = f"{name}.{parameter}" if packed.experts else name
-                found[key.removeprefix(".")] = packed
-    config.modules = {key: packed.scheme for key, packed in found.items()}
-    config.shapes = {key: packed.shape for key, packed in found.items()}

@@ -37,7 +37,10 @@ from ..nn.sparsify import (
 from ..nn.swap import convert, flatten_head, prepare
 from ..nn.targets import Target
 from .checkpoint import check_loaded, check_shapes, check_stored, recorded_targets
-from .quantizer import LowBitQuantizer, record_modules, refuse_parallel
+from .outside import check_inside
+from .parts import mark_parts
+from .quantizer import LowBitQuantizer, refuse_parallel
+from .record import record_modules
 from .sparse_checkpoint import check_blocks, check_stored_blocks, recorded_layouts
 from .sparse_direct import continue_direct, end_direct, rest_targets, start_direct
 
@@ -57,6 +60,7 @@ class BlastQuantizer(LowBitQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         refuse_parallel(getattr(model.config, "distributed_config", None))
+        check_inside(model, checkpoint_files)
         if self.pre_quantized:
             targets = recorded_layouts(model, self.quantization_config)
             check_stored_blocks(model, targets, checkpoint_files)
@@ -156,6 +160,7 @@ class BlastQuantizer(LowBitQuantizer):
         config.layouts = {name: current_layout(module) for name, module in sparse_modules(model)}
         if config.rest is not None and any(isinstance(module, LowBitModule) for module in model.modules()):
             record_modules(model, config.rest)
+        mark_parts(model, config)
 
     def _aim(self, name: str, layout: BlockLayout) -> tuple[BlockLayout, float]:
         """How a layer that is stored dense goes on: its layout (a file says how many blocks live, how they are

@@ -207,6 +207,16 @@ def test_what_is_not_low_bit_gets_no_card(dense_folder, lowbit, tmp_path):
         render_card(lowbit, base_model="/no/such/place")
 
 
+def test_the_index_of_an_earlier_save_is_not_believed(lowbit, tmp_path):
+    """A dense, sharded folder that the low-bit model was saved over: transformers takes the shards away only."""
+    single = tmp_path / "single"
+    lowbit.save_pretrained(single)
+    lowbit.save_pretrained(tmp_path, max_shard_size="50KB")
+    lowbit.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert str(render_card(tmp_path, online=False)) == str(render_card(single, online=False))
+
+
 def test_an_index_that_points_outside_is_refused(lowbit, tmp_path):
     lowbit.save_pretrained(tmp_path, max_shard_size="50KB")
     path = tmp_path / "model.safetensors.index.json"

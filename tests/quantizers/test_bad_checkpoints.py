@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, tampered with or made for something else: a sentence, never a crash, never garbage."""
 
 import json
+import pickle
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hf_lowbit import LowBitConfig, export
 from tests.quantizers.architectures import BY_ID
 from tests.quantizers.live_memory import LiveMemory
 
@@ -240,6 +242,39 @@ def test_quant_method_of_nobody(damaged):
     edit_config(folder, lambda config: config["quantization_config"].update(quant_method="hf_low_bit"))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle was run')",)
+
+
+def test_a_pickle_that_runs_code_is_not_run(damaged):
+    folder = damaged("llama")
+    (folder / "model.safetensors").unlink()
+    with (folder / "pytorch_model.bin").open("wb") as file:
+        pickle.dump({f"{UP}.weight": Bomb()}, file)
+    assert_refused(folder, "pytorch_model.bin` can't be read")
+
+
+@pytest.mark.parametrize("low_bit", [True, False], ids=["low-bit", "on-the-fly"])
+@pytest.mark.parametrize("absolute", [True, False], ids=["absolute", "relative"])
+def test_an_index_that_points_outside_of_its_folder(damaged, dense_folder, tmp_path, low_bit, absolute):
+    folder = damaged("llama")
+    if not low_bit:
+        shutil.rmtree(folder)
+        shutil.copytree(dense_folder("llama"), folder)
+    shutil.move(folder / "model.safetensors", tmp_path / "secret.safetensors")
+    names = load_file(tmp_path / "secret.safetensors")
+    place = str(tmp_path / "secret.safetensors") if absolute else "../secret.safetensors"
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, place)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    fields = {} if low_bit else {"quantization_config": LowBitConfig(group_size=32)}
+    with pytest.raises(ValueError, match=r"secret.safetensors`, outside of its folder"):
+        AutoModelForCausalLM.from_pretrained(folder, **fields)
+    if low_bit:
+        with pytest.raises(ValueError, match=r"secret.safetensors`, outside of its folder"):
+            export(folder, tmp_path / "out", "compressed-tensors")
 
 
 def test_the_undamaged_copy_loads(damaged):

@@ -4,7 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    FunnelConfig,
+    FunnelForMaskedLM,
+)
 
 import hf_lowbit as lb
 from hf_lowbit.nn.packed import LowBitModule
@@ -110,3 +116,15 @@ def test_other_number_of_classes(lowbit_folder, dense_folder, base):
     else:
         assert model.classifier.weight.std().item() == pytest.approx(DRAWN_STD, rel=SCATTER)
         assert BY_ID["bert-classifier"](model).shape == (2, 50)
+
+
+def test_an_init_that_expects_dense_shapes_draws_nothing(tmp_path):
+    """Funnel's `_init_weights` unpacks the shape of each linear weight, loaded or not."""
+    sizes = {"vocab_size": 64, "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 96, "block_sizes": [1, 1]}
+    torch.manual_seed(0)
+    FunnelForMaskedLM(FunnelConfig(**sizes, num_decoder_layers=1)).save_pretrained(tmp_path / "dense")
+    config = lb.LowBitConfig(bits=4, group_size=32)
+    model = FunnelForMaskedLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    model.save_pretrained(tmp_path / "low-bit")
+    again = FunnelForMaskedLM.from_pretrained(tmp_path / "low-bit").state_dict()
+    assert [name for name, tensor in model.state_dict().items() if not torch.equal(again[name], tensor)] == []

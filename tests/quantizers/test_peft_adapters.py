@@ -108,3 +108,11 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
     get_peft_model(gpt2, LoraConfig(r=4, target_modules=["c_attn"])).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="c_attn.* not found in the base model"):
         PeftModel.from_pretrained(other, tmp_path / "gpt2")
+
+
+def test_low_bit_modules_to_save_are_refused_with_the_way_out():
+    for module in ("up_proj", "mlp"):
+        with pytest.raises(ValueError, match="`modules_to_save`.*`modules_to_not_convert`"):
+            get_peft_model(lowbit(), LoraConfig(target_modules=["q_proj"], modules_to_save=[module]))
+    # a dense one is trained and saved as ever
+    get_peft_model(lowbit(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))

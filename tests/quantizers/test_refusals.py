@@ -132,3 +132,34 @@ def test_a_dtype_taken_from_the_first_parameter(tmp_path):
     )
     name = "swinv2.encoder.layers.0.blocks.0.attention.self.relative_coords_table"
     assert torch.equal(dict(low.named_buffers())[name], dict(model.named_buffers())[name])
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize("place", ["data", "parameter"])
+def test_floats_assigned_to_a_low_bit_layer(dense, place, gradients):
+    """Read as codes they would give numbers that mean nothing, without a word."""
+    layer = lb.quantize(dense, CONFIG).model.layers[0].mlp.up_proj
+    x, floats = torch.randn(2, 64), torch.randn(96, 64)
+    with torch.no_grad():
+        # a kernel was chosen before
+        layer(x)
+    if place == "data":
+        layer.weight.data = floats
+    else:
+        layer.weight = torch.nn.Parameter(floats)
+    with torch.set_grad_enabled(gradients), pytest.raises(TypeError, match="float32 .*packed codes are torch.int8"):
+        layer(x)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llama-tied"])
+def test_floats_assigned_to_experts_and_tables(name):
+    from tests.quantizers.architectures import BY_ID, IDS
+
+    model = BY_ID[name].build()
+    table = name == "llama-tied"
+    wish = {"embed_tokens": lb.Scheme(8, 32)} if table else None
+    lb.quantize(model, lb.LowBitConfig(bits=4, group_size=32, modules=wish))
+    parameter = model.get_parameter("model.embed_tokens.weight" if table else "model.layers.0.mlp.experts.down_proj")
+    parameter.data = torch.randn(parameter.shape)
+    with torch.no_grad(), pytest.raises(TypeError, match="packed codes are torch.int8"):
+        model(IDS)
