@@ -38,15 +38,16 @@ ACTIVATIONS = ("float", "int8")
 class BlockLayout:
     """How the blocks of one weight are stored.
 
-    `shape` is the dense shape as the model defines it, `block` rows and columns of a block of the dense [N, K].
+    `shape` is the dense shape as the model defines it: [N, K], [K, N] (`transposed`), or with a leading E for fused
+    experts; `block` rows and columns of a block of the dense [N, K].
     `form`: "dense" holds the whole weight with zeros in dead blocks (while it is trained), "codes" does so in codes of
-    `bits` (while they are trained), "blocks" holds the live blocks only. `balance`: "row", `live` blocks in
-    every block row; "none", `live` blocks in all, with row pointers. `bits`: of the live blocks once only they are
-    held, or while their codes are trained; None keeps them float. `activations` of a product with such codes: "float",
-    or "int8" for each token.
+    `bits` (while they are trained), "blocks" holds the live blocks only. `balance`: "row", `live` blocks in every
+    block row; "none", `live` blocks in all (of all experts), with row pointers. `bits`: of the live blocks once only
+    they are held, or while their codes are trained; None keeps them float. `activations` of a product with such codes:
+    "float", or "int8" for each token.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     block: tuple[int, int]
     form: str
     balance: str
@@ -56,11 +57,12 @@ class BlockLayout:
     activations: str = "float"
 
     def __post_init__(self):
-        for field in ("shape", "block"):
+        for field, most in (("shape", 3), ("block", 2)):
             value = getattr(self, field)
-            valid = isinstance(value, (list, tuple)) and len(value) == 2
+            valid = isinstance(value, (list, tuple)) and 2 <= len(value) <= most
             if not valid or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value):
-                raise ValueError(f"`{field}`={value!r} must be two positive sizes.")
+                sizes = "two positive sizes" + (", or three of fused experts" if most == 3 else "")
+                raise ValueError(f"`{field}`={value!r} must be {sizes}.")
             object.__setattr__(self, field, tuple(value))
         if self.form not in FORMS:
             raise ValueError(f"`form`={self.form!r} is not known; use one of {list(FORMS)}.")
@@ -76,26 +78,51 @@ class BlockLayout:
 
     @property
     def out_features(self) -> int:
-        return self.shape[1] if self.transposed else self.shape[0]
+        return self.shape[-1] if self.transposed else self.shape[-2]
 
     @property
     def in_features(self) -> int:
-        return self.shape[0] if self.transposed else self.shape[1]
+        return self.shape[-2] if self.transposed else self.shape[-1]
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """(E,) for fused experts, () else."""
+        return self.shape[:-2]
+
+    @property
+    def oriented_shape(self) -> tuple[int, ...]:
+        """[..., N, K]."""
+        return (*self.experts, self.out_features, self.in_features)
+
+    @property
+    def parameters(self) -> int:
+        """Number of dense weights."""
+        return math.prod(self.shape)
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Block rows and block columns; the last ones may reach over the edge."""
+        """Block rows and block columns of a matrix; the last ones may reach over the edge."""
         return -(-self.out_features // self.block[0]), -(-self.in_features // self.block[1])
+
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        """[..., NB, KB]."""
+        return (*self.experts, *self.grid)
 
     @property
     def blocks(self) -> int:
         """Blocks in all."""
-        return self.grid[0] * self.grid[1]
+        return math.prod(self.mask_shape)
+
+    @property
+    def pool(self) -> int:
+        """The blocks of which a fixed number lives: those of a block row, or of a matrix."""
+        return self.grid[1] if self.balance == "row" else self.grid[0] * self.grid[1]
 
     @property
     def live_blocks(self) -> int:
         """Live blocks in all."""
-        return self.live * self.grid[0] if self.balance == "row" else self.live
+        return self.live * math.prod(self.mask_shape[:-1]) if self.balance == "row" else self.live
 
     @property
     def sparsity(self) -> float:
@@ -124,7 +151,8 @@ class BlastConfig(LowBitConfig):
         block_size: 8 to 128; an int for square blocks (default 32), or (rows, columns) of the dense weight [N, K].
             Blocks need not divide a weight; those at the edge are then padded with zeros.
         targets: "mlp" (default): the linear layers of decoder and encoder blocks that are not attention; "attention";
-            "all": both; or a list of names and "re:patterns".
+            "all": both; or a list of names and "re:patterns". Fused experts are among the MLPs: each expert's weight
+            is a matrix with a mask of its own.
         bits: None (default) keeps live blocks float; 8, 4 or "ternary" stores them low-bit, with a scale for each row
             of each block: rounded to nearest when training has ended (at the end of `BlastCallback`, or by
             `hf_lowbit.freeze`), or trained as codes from the start where `rest` is a `DQTConfig`.

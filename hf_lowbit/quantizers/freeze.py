@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..nn.arming import disarm, trainable_modules
-from ..nn.masked import MaskedModule
+from ..nn.masked_weight import MaskedWeight
 from ..nn.sparsify import masked_modules, pack_blocks
 
 
@@ -47,7 +47,7 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def _freeze_masks(model: nn.Module, masked: dict[str, MaskedModule]) -> nn.Module:
+def _freeze_masks(model: nn.Module, masked: dict[str, MaskedWeight]) -> nn.Module:
     """Keep live blocks only."""
     dense = [name for name, module in masked.items() if module.target > 0 and bool(module.mask.all())]
     if dense:

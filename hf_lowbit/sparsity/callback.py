@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 from ..configs.blast import check_sparsity
 from ..functional.block_masks import GROWTHS, SCORES
-from ..nn.block_sparse import BlockModule
-from ..nn.sparsify import masked_modules, pack_blocks, settle_mask
+from ..nn.block_sparse import BlockWeight
+from ..nn.sparsify import masked_modules, pack_blocks, settle_mask, sparse_modules
 from .distillation import Distillation
 from .pruner import BlockPruner
 from .schedule import SHAPES, Schedule
@@ -211,7 +211,7 @@ class BlastCallback(TrainerCallback):
         """Raise ValueError for what would train wrongly, or not at all."""
         modules = dict(masked_modules(model))
         if not modules:
-            packed = any(isinstance(module, BlockModule) for module in model.modules())
+            packed = any(isinstance(weight, BlockWeight) for _, weight in sparse_modules(model))
             raise ValueError(
                 "BlastCallback has no weight to prune: "
                 + (
@@ -223,7 +223,7 @@ class BlastCallback(TrainerCallback):
             )
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, module in modules.items():
-            weight = module._parameters["weight"]
+            weight = module.parameter
             if weight.requires_grad and id(weight) not in held:
                 raise ValueError(
                     f"`{name}.weight` is not in the Trainer's optimizer: it was made before the model was converted. "
