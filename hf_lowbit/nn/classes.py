@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from .block_sparse import BlockSparseConv1D, BlockSparseLinear
 from .embedding import LowBitEmbedding, LowBitScaledEmbedding
 from .experts import LowBitExperts, stack_property
+from .gated import GatedBlocks
 from .linear import LowBitConv1D, LowBitLinear
 from .masked import MaskedConv1D, MaskedLinear
 from .masked_codes import MaskedCodesConv1D, MaskedCodesLinear
@@ -38,9 +39,12 @@ EXPERTS = {"experts": (LowBitExperts, stack_property), "sparse-experts": (Sparse
 @cache
 def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...]) -> type:
     """The low-bit class for `dense_class`. `names` are the packed parameters (more than one for experts)."""
-    if kind in EXPERTS:
+    bases: tuple[type, ...]
+    if kind == "gated":
+        bases, body = (GatedBlocks, dense_class), {}
+    elif kind in EXPERTS:
         mixin, make_property = EXPERTS[kind]
-        bases: tuple[type, ...] = (mixin, dense_class)
+        bases = (mixin, dense_class)
         body = {name: make_property(name) for name in names}
     else:
         plain, lowbit = KINDS[kind]
@@ -58,7 +62,7 @@ def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...]) -> type:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The kind a low-bit module was converted as: a key of `KINDS` or `EXPERTS`."""
+    """The kind a low-bit module was converted as: a key of `KINDS` or `EXPERTS`, or "gated"."""
     made_from = getattr(type(module), "_made_from", None)
     if made_from is not None:
         return made_from[1]

@@ -185,6 +185,9 @@ def sparse_property(name: str) -> property:
     """A parameter's name on an experts class: the parameter, but for the module's own forward a dense stack."""
 
     def read(self):
+        if torch.compiler.is_compiling():
+            # what reads dense stacks is never traced, and nothing can trace a ContextVar
+            return self._parameters[name]
         seen, stack = _reading.get(), self.__dict__.get("stacks", {}).get(name)
         if seen is None or stack is None:
             return self._parameters[name]

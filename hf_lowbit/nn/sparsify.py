@@ -14,6 +14,7 @@ from ..configs.blast import BlockLayout
 from ..functional.block_masks import columns_of, live_mask
 from .block_sparse import SUFFIXES, BlockModule, BlockWeight, block_tensors
 from .classes import dense_class, kind_of, lowbit_class
+from .gated import GatedBlocks, can_fuse
 from .masked import MaskedModule
 from .masked_codes import MaskedCodes, code_blocks
 from .masked_weight import MaskedWeight
@@ -159,6 +160,10 @@ def unpack_blocks(weight: BlockWeight, target: float, balance: str) -> None:
 def restore_dense_blocks(modules: Iterable[nn.Module], dtype: torch.dtype | None = None) -> None:
     """Turn masked and block-sparse weights back into dense ones; dead blocks become zeros."""
     for owner in list(modules):
+        if isinstance(owner, GatedBlocks):
+            owner.__class__ = dense_class(owner)
+            for key in ("gated", "_columns"):
+                owner.__dict__.pop(key, None)
         for weight in weights_of(owner).values():
             module, name = place(weight)
             old = module._parameters[name]
@@ -175,6 +180,15 @@ def restore_dense_blocks(modules: Iterable[nn.Module], dtype: torch.dtype | None
             _forget(module)
             module.__dict__.pop("layout", None)
             module.__class__ = plain
+
+
+def fuse_gated(model: nn.Module) -> None:
+    """Let the MLPs whose gate and up hold float blocks with one mask compute both at once, where a kernel does."""
+    for module in list(model.modules()):
+        names = can_fuse(module)
+        if names is not None:
+            module.__class__ = lowbit_class(type(module), "gated", ())
+            module.gated = names
 
 
 def place(weight: MaskedWeight | BlockWeight) -> tuple[nn.Module, str]:

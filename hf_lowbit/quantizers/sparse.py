@@ -26,6 +26,7 @@ from ..nn.sparsify import (
     become_masked,
     clear_module,
     current_layout,
+    fuse_gated,
     mask_groups,
     masked_modules,
     pack_blocks,
@@ -124,6 +125,7 @@ class BlastQuantizer(LowBitQuantizer):
             self._dequantize(model, None)
             self.remove_quantization_config(model)
             return model
+        fuse_gated(model)
         self.record(model)
         self.postprocess_config(model)
         self.tag(model)
@@ -143,6 +145,7 @@ class BlastQuantizer(LowBitQuantizer):
         """Keep live blocks only, in their bits, and round the rest: training has ended."""
         for _, module in masked_modules(model):
             pack_blocks(module)
+        fuse_gated(model)
         rest = self.quantization_config.rest
         if rest is not None and rest.training is not None:
             self.quantization_config.rest = end_direct(model, rest)

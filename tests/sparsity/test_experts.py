@@ -55,16 +55,18 @@ def test_training(architecture, fields, options, given, tmp_path):
         assert (weight.mask.flatten(1).sum(1) == kept * (layout.grid[0] if layout.balance == "row" else 1)).all()
     masks = [torch.stack([m.flatten(1).sum(1) for n, m in step.items() if "gate_up" in n]) for step in watch.masks]
     assert len({str(mask) for mask in masks}) > 2
-    wanted = logits(made)
     made.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(again), wanted) and len(stacks(again)) == 4
+    assert different(snapshot(made), snapshot(again)) == [] and len(stacks(again)) == 4
+    # a Trainer leaves autocast on the model's forward
+    assert "bf16" in given or torch.equal(logits(again), logits(made))
     assert again.num_parameters() == BY_ID[architecture].build().num_parameters()
 
 
 def test_gradients_are_those_of_masked_dense_autograd():
     """Both ways to train, and both expert implementations, against autograd on the masked weights."""
-    reference = BY_ID["mixtral"].build().double().train()
+    reference = BY_ID["mixtral"].build().train()
+    reference.set_experts_implementation("eager")
     made = lb.quantize(copy.deepcopy(reference), lb.BlastConfig(0.5, 8))
     generator = torch.Generator().manual_seed(0)
     dense = dict(reference.named_parameters())
@@ -84,9 +86,10 @@ def test_gradients_are_those_of_masked_dense_autograd():
         grads = dict(made.named_parameters())
         for name, weight in masked_modules(made):
             alive = weight.mask.repeat_interleave(8, 1).repeat_interleave(8, 2)
-            torch.testing.assert_close(grads[name].grad, dense[name].grad * alive, atol=1e-9, rtol=1e-7)
+            torch.testing.assert_close(grads[name].grad, dense[name].grad * alive, atol=1e-6, rtol=1e-4)
             assert (grads[name].grad[~alive] == 0).all()
-        torch.testing.assert_close(grads["model.embed_tokens.weight"].grad, dense["model.embed_tokens.weight"].grad)
+        table = "model.embed_tokens.weight"
+        torch.testing.assert_close(grads[table].grad, dense[table].grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +168,14 @@ def _random_masks(made):
 
 
 def test_compiled():
-    made = lb.freeze(_random_masks(model("mixtral")))
-    wanted = logits(made)
-    compiled = torch.compile(made.model.layers[0].mlp.experts, fullgraph=True, backend="aot_eager")
-    made.model.layers[0].mlp.experts.forward = compiled.forward
-    torch.testing.assert_close(logits(made), wanted)
+    """Live blocks without a graph break, whatever the routing; masks while nothing is trained, too."""
+    for made in (lb.freeze(_random_masks(model("mixtral"))), model("mixtral").eval()):
+        experts = made.model.layers[0].mlp.experts
+        compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        for top in (torch.tensor([[0, 2]] * 6), torch.tensor([[1, 3]] * 3 + [[0, 1]] * 3)):
+            inputs = torch.randn(6, 64), top, torch.full((6, 2), 0.5)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(*inputs), experts(*inputs))
 
 
 def test_a_stack_beside_a_dense_one(tmp_path):
@@ -195,6 +201,61 @@ def test_rest_and_adapters(tmp_path):
         get_peft_model(made, LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]))
     adapted = get_peft_model(lb.freeze(_random_masks(model("mixtral"))), LoraConfig(target_modules=["q_proj"]))
     adapted(IDS, labels=IDS).loss.backward()
+
+
+def test_experts_outside_of_the_interface(tmp_path):
+    """Llama 4's own forward multiplies whole stacks: it gets dense ones, made of the live blocks."""
+    import transformers as hf
+
+    from tests.nn.test_experts import LLAMA4
+
+    torch.manual_seed(0)
+    made = hf.Llama4ForCausalLM(hf.Llama4ForCausalLM.config_class(**LLAMA4))
+    for parameter in made.parameters():
+        if parameter.ndim == 3:
+            torch.nn.init.normal_(parameter, std=0.1)
+    made = lb.quantize(made, lb.BlastConfig(0.75, 8, targets=["experts"]))
+    assert all(weight.layout.transposed for weight in stacks(made).values())
+    with pytest.raises(ValueError, match='`score`="act" needs the inputs of each expert'):
+        train(tmp_path / "act", copy.deepcopy(made), callback(score="act"), max_steps=8)
+    train(tmp_path / "run", made, callback(compute="sparse"), watchers=[Watch()], max_steps=8)
+    assert "put back into a dense stack for each forward" in str(lb.report(made))
+    made.save_pretrained(tmp_path / "saved")
+    again = hf.Llama4ForCausalLM.from_pretrained(tmp_path / "saved")
+    wanted = logits(made)
+    assert torch.equal(logits(again), wanted)
+    # live blocks go on being trained as they are
+    again.train()(IDS, labels=IDS).loss.backward()
+    assert all((weight.held().grad != 0).any() for weight in stacks(again).values())
+    torch.testing.assert_close(logits(again.dequantize()), wanted)
+
+
+def test_the_card_counts_experts(tmp_path):
+    from hf_lowbit.hub.facts import from_checkpoint, from_report
+
+    made = lb.freeze(_random_masks(model("mixtral")))
+    made.save_pretrained(tmp_path)
+    facts = from_checkpoint(tmp_path)
+    assert sum(g.parameters for g in facts.sparse) == sum(w.layout.parameters for w in stacks(made).values())
+    assert facts.parameters == made.num_parameters()
+    assert {g.bytes for g in facts.sparse} == {
+        g.bytes for g in from_report(lb.report(made), "MixtralForCausalLM", made.config.to_dict()).sparse
+    }
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    lb.freeze(_random_masks(model("mixtral", balance="none"))).save_pretrained(tmp_path)
+    tensors, key = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.experts.down_proj"
+    broken = {**tensors, f"{key}_col_indices": torch.full_like(tensors[f"{key}_col_indices"], 99)}
+    save_file(broken, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"`{key}` has block columns outside"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    save_file({k: v for k, v in tensors.items() if k != f"{key}_col_indices"}, tmp_path / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    with pytest.raises(ValueError, match=f"`{key}_col_indices` is missing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_an_uncontrolled_stack_raises():
