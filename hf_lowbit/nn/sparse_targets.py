@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..configs.blast import BlastConfig, BlockLayout
+from ..configs.blast import BlastConfig, BlockLayout, kept_blocks
 from .masked import MaskedModule
 from .names import first_match
 from .reads import directly_read
@@ -71,6 +72,14 @@ def find_sparse_targets(model: nn.Module, config: BlastConfig) -> list[SparseTar
         for pattern in getattr(config, field):
             if pattern not in used and not _matches_any(model, pattern, field):
                 raise ValueError(f"`{field}` has {pattern!r}, which matches no layer of {type(model).__name__}.")
+    kept = [t for t in found if t.sparsity > 0 and kept_blocks(t.sparsity, t.layout.pool) == t.layout.pool]
+    if kept:
+        warnings.warn(
+            f"nothing will be removed of {len(kept)} weights, such as `{kept[0].name}`: of {kept[0].layout.pool} "
+            f"blocks a {'row' if config.balance == 'row' else 'matrix'} the nearest whole number at `sparsity`="
+            f"{kept[0].sparsity} is all. Use smaller blocks (`overrides` sets them for single layers).",
+            stacklevel=2,
+        )
     if not found:
         listed = "; ".join(f"`{name}`: {reason}" for name, reason in list(reasons.items())[:8])
         raise ValueError(

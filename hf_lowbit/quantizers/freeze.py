@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..configs.blast import kept_blocks
 from ..nn.arming import disarm, trainable_modules
 from ..nn.masked_weight import MaskedWeight
 from ..nn.sparsify import masked_modules, pack_blocks
@@ -49,7 +50,11 @@ def freeze(model: nn.Module) -> nn.Module:
 
 def _freeze_masks(model: nn.Module, masked: dict[str, MaskedWeight]) -> nn.Module:
     """Keep live blocks only."""
-    dense = [name for name, module in masked.items() if module.target > 0 and bool(module.mask.all())]
+    dense = [
+        name
+        for name, weight in masked.items()
+        if kept_blocks(weight.target, weight.layout.pool) < weight.layout.pool and bool(weight.mask.all())
+    ]
     if dense:
         raise ValueError(
             f"no block of `{dense[0]}` has been pruned: there is nothing to freeze. Train with "

@@ -142,7 +142,20 @@ class BlastQuantizer(LowBitQuantizer):
             rest_targets(model, self.quantization_config)
 
     def pack(self, model) -> None:
-        """Keep live blocks only, in their bits, and round the rest: training has ended."""
+        """Keep live blocks only, in their bits, and round the rest: training has ended.
+
+        Raises ValueError, before anything is packed, for NaN or infinity in blocks that are to be rounded.
+        """
+        broken = [
+            f"`{name}`"
+            for name, weight in masked_modules(model)
+            if weight.layout.bits is not None and not bool(torch.isfinite(weight.oriented()).all())
+        ]
+        if broken:
+            raise ValueError(
+                f"the live blocks of {', '.join(broken)} are to be rounded, and the weights hold NaN or infinity: "
+                "training has diverged, or the checkpoint is damaged. Nothing was packed."
+            )
         for _, module in masked_modules(model):
             pack_blocks(module)
         fuse_gated(model)

@@ -261,3 +261,22 @@ def test_a_damaged_file_is_refused(tmp_path):
 def test_an_uncontrolled_stack_raises():
     with pytest.raises(RuntimeError, match="a block-sparse weight is trained, but nothing prunes it"):
         model("mixtral").train()(IDS, labels=IDS)
+
+
+def test_nothing_is_packed_of_a_model_with_nan():
+    made = model("mixtral", bits=8)
+    with torch.no_grad():
+        made.model.layers[1].mlp.experts._parameters["down_proj"][1, 3, 3] = float("nan")
+    for _, weight in masked_modules(made):
+        weight.mask[..., 0] = False
+    with pytest.raises(ValueError, match="`model.layers.1.mlp.experts.down_proj` are to be rounded, .* NaN"):
+        lb.freeze(made)
+    assert all(isinstance(weight, MaskedWeight) for weight in stacks(made).values())
+
+
+def test_blocks_too_wide_to_remove_any_are_named():
+    with pytest.warns(
+        UserWarning, match="nothing will be removed of 4 weights, such as `.*experts.gate_up_proj`: of 1"
+    ):
+        made = model("mixtral", block_size=64, sparsity=0.4)
+    assert len(stacks(lb.freeze(made))) == 4
