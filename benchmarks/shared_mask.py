@@ -4,8 +4,8 @@
     op    the operator `block_swiglu`, which calls the library for each weight too, but is called once itself
     one   the same from one call on [G; U], the block rows of both one after the other, held together in memory
 
-`ratio` is two / (op, one) of the median seconds, in one interleaved loop: above 1 the latter is faster. Weights stand in
-rings larger than the caches. Masks are row-balanced and random, 90 % of the blocks of 64 x 64 are dead.
+`ratio` is two / (op, one) of the median seconds, in one interleaved loop: above 1 the latter is faster. Weights
+stand in rings larger than the caches. Masks are row-balanced and random, 90 % of the blocks of 64 x 64 are dead.
 
 Writes benchmarks/results/shared_mask.json; what a busy machine measures is not recorded (`record.is_quiet`).
 """
