@@ -285,18 +285,3 @@ def test_freezing_before_anything_was_pruned_is_refused():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         lb.BlastCallback(**options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"grow_fraction": "x"}, {"distill_weight": None}, {"pack": "no"}, {"reset_optimizer_state": 0}],
-    ids=str,
-)
-def test_options_of_a_wrong_type(options):
-    with pytest.raises(TypeError, match=f"`{next(iter(options))}`=.* must be"):
-        lb.BlastCallback(**options)
-
-
-def test_keys_of_overrides_are_names():
-    with pytest.raises(TypeError, match="`overrides` has the key 5"):
-        lb.BlastConfig(overrides={5: {"sparsity": 0.5}})
