@@ -13,6 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 NAMES = (
     "blocks",
+    "shared_mask",
     "experts",
     "generate",
     "sparse_decode",

@@ -27,7 +27,8 @@ from benchmarks.record import Record, is_quiet, stream_gb_per_s, watch
 from hf_lowbit.functional.block_code_linear import block_code_linear
 from hf_lowbit.functional.block_codes import quantize_blocks
 from hf_lowbit.functional.block_dispatch import BlockProblem, choose_blocks
-from hf_lowbit.functional.blocks import block_linear, scatter_blocks
+from hf_lowbit.functional.block_masks import scatter
+from hf_lowbit.functional.blocks import block_linear
 from hf_lowbit.functional.dispatch import use_kernel
 
 
@@ -109,7 +110,7 @@ def check(functions: dict, block: int, shape, dtype: torch.dtype) -> None:
     """Both products of blocks are right, before anyone asks how fast they are."""
     values, columns = random_blocks(shape, block, 0.9, dtype)
     x = torch.randn(5, shape[1]).to(dtype)
-    expected = F.linear(x.float(), scatter_blocks(values, columns, shape).float())
+    expected = F.linear(x.float(), scatter(values, columns, None, shape, tuple(values.shape[-2:])).float())
     for name in (None, "reference"):
         with use_kernel(name) if name else nullcontext():
             y = block_linear(x, values, columns, None, shape[1])

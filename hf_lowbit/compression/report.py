@@ -14,12 +14,14 @@ from torch import nn
 from ..configs.scheme import Scheme
 from ..functional.block_dispatch import explain_blocks
 from ..functional.dispatch import Problem, choose
-from ..nn.block_sparse import SUFFIXES, BlockModule
-from ..nn.masked import MaskedModule
+from ..nn.block_sparse import SUFFIXES, BlockWeight
 from ..nn.masked_codes import MaskedCodes
+from ..nn.masked_weight import MaskedWeight
 from ..nn.names import first_match
 from ..nn.packed import LowBitModule, PackedWeight
 from ..nn.rules import default_reasons, find_reason, hard_reasons, tied_groups
+from ..nn.sparse_experts import SparseExperts
+from ..nn.sparsify import weights_of
 from ..nn.targets import candidates, obstacle
 from ..nn.trainable import TrainableModule
 from .table import megabytes, render_table
@@ -105,15 +107,15 @@ def report(model: nn.Module) -> Report:
     for name, module in model.named_modules():
         lowbit = module.lowbit if isinstance(module, LowBitModule) else {}
         companions = set(module.companions()) if lowbit else set()
-        if isinstance(module, (BlockModule, MaskedModule)):
-            companions = {"weight" + suffix for suffix in SUFFIXES if suffix}
+        sparse = weights_of(module)
+        companions |= {parameter + suffix for parameter in sparse for suffix in SUFFIXES if suffix}
         for parameter, tensor in module.named_parameters(recurse=False):
             if id(tensor) in seen or parameter in companions:
                 continue
             seen.add(id(tensor))
             full = f"{name}.{parameter}" if name else parameter
-            if parameter == "weight" and isinstance(module, (BlockModule, MaskedModule)):
-                modules.append(_sparse_row(full, module, dtype))
+            if parameter in sparse:
+                modules.append(_sparse_row(full, module, sparse[parameter], dtype))
             elif parameter in lowbit:
                 modules.append(_lowbit_row(full, module, parameter, lowbit[parameter], dtype))
             else:
@@ -150,22 +152,23 @@ def _lowbit_row(
                         8 * size / max(packed.parameters, 1), kernel, reason)  # fmt: skip
 
 
-def _sparse_row(full: str, module: BlockModule | MaskedModule, dtype: torch.dtype) -> ModuleReport:
-    layout = module.layout
-    parameters = layout.shape[0] * layout.shape[1]
-    rows, columns = layout.block
-    sparsity = module.measured_sparsity
+def _sparse_row(full: str, module: nn.Module, weight: BlockWeight | MaskedWeight, dtype: torch.dtype) -> ModuleReport:
+    layout = weight.layout
+    parameters, (rows, columns) = layout.parameters, layout.block
+    sparsity = weight.measured_sparsity
     reason, bits = f"{sparsity:.1%} of {rows}x{columns} blocks dead", None
-    if isinstance(module, BlockModule):
-        size, (kernel, why), bits = module.stored_bytes(), explain_blocks(module.problem(1, dtype))[-1], layout.bits
+    if isinstance(weight, BlockWeight):
+        size, (kernel, why), bits = weight.stored_bytes(), explain_blocks(weight.problem(1, dtype))[-1], layout.bits
+        if isinstance(module, SparseExperts) and module.first_projection is None:
+            kernel, why = "dense", "put back into a dense stack for each forward, which is the module's own"
         reason += f"; {why}"
         if bits is not None:
             reason += f"; the live ones {bits if bits == 'ternary' else f'{bits}-bit'}"
     else:
-        size, kernel = module.stored_bytes(), "dense"
-        codes = isinstance(module, MaskedCodes)
+        size, kernel = weight.stored_bytes(), "dense"
+        codes = isinstance(weight, MaskedCodes)
         bits, how = (layout.bits, "trained as dense codes") if codes else (None, "stored dense")
-        reason += f", being pruned to {module.target:.1%}; {how} until `BlastCallback` packs it"
+        reason += f", being pruned to {weight.target:.1%}; {how} until `BlastCallback` packs it"
     return ModuleReport(full, type(module).__name__, layout.shape, None, parameters, size,
                         8 * size / max(parameters, 1), kernel, reason, sparsity, layout.block, bits)  # fmt: skip
 

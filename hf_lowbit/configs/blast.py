@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from .blast_fields import (
@@ -23,88 +22,12 @@ from .blast_fields import (
     read_section,
     read_targets,
 )
+from .block_layout import ACTIVATIONS, BALANCES, BLOCK_BITS, BlockLayout
 from .lowbit import LowBitConfig
 
 
-BALANCES = ("row", "none")
-FORMS = ("dense", "codes", "blocks")
 # one-shot pruning of more than this ruins a model: 5 % of blocks of 64 x 64 doubles the perplexity of SmolLM2-135M
 ONE_SHOT_LIMIT = 0.02
-BLOCK_BITS = (None, 8, 4, "ternary")
-ACTIVATIONS = ("float", "int8")
-
-
-@dataclass(frozen=True)
-class BlockLayout:
-    """How the blocks of one weight are stored.
-
-    `shape` is the dense shape as the model defines it, `block` rows and columns of a block of the dense [N, K].
-    `form`: "dense" holds the whole weight with zeros in dead blocks (while it is trained), "codes" does so in codes of
-    `bits` (while they are trained), "blocks" holds the live blocks only. `balance`: "row", `live` blocks in
-    every block row; "none", `live` blocks in all, with row pointers. `bits`: of the live blocks once only they are
-    held, or while their codes are trained; None keeps them float. `activations` of a product with such codes: "float",
-    or "int8" for each token.
-    """
-
-    shape: tuple[int, int]
-    block: tuple[int, int]
-    form: str
-    balance: str
-    live: int
-    transposed: bool = False
-    bits: str | int | None = None
-    activations: str = "float"
-
-    def __post_init__(self):
-        for field in ("shape", "block"):
-            value = getattr(self, field)
-            valid = isinstance(value, (list, tuple)) and len(value) == 2
-            if not valid or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value):
-                raise ValueError(f"`{field}`={value!r} must be two positive sizes.")
-            object.__setattr__(self, field, tuple(value))
-        if self.form not in FORMS:
-            raise ValueError(f"`form`={self.form!r} is not known; use one of {list(FORMS)}.")
-        if self.balance not in BALANCES:
-            raise ValueError(f"`balance`={self.balance!r} is not known; use one of {list(BALANCES)}.")
-        if isinstance(self.bits, bool) or self.bits not in BLOCK_BITS:
-            raise ValueError(f"`bits`={self.bits!r} is not known; use one of {list(BLOCK_BITS)}.")
-        if self.activations not in ACTIVATIONS:
-            raise ValueError(f"`activations`={self.activations!r} is not known; use one of {list(ACTIVATIONS)}.")
-        limit = self.grid[1] if self.balance == "row" else self.blocks
-        if isinstance(self.live, bool) or not isinstance(self.live, int) or not 0 <= self.live <= limit:
-            raise ValueError(f"`live`={self.live!r} must be a number of blocks between 0 and {limit}.")
-
-    @property
-    def out_features(self) -> int:
-        return self.shape[1] if self.transposed else self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[0] if self.transposed else self.shape[1]
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Block rows and block columns; the last ones may reach over the edge."""
-        return -(-self.out_features // self.block[0]), -(-self.in_features // self.block[1])
-
-    @property
-    def blocks(self) -> int:
-        """Blocks in all."""
-        return self.grid[0] * self.grid[1]
-
-    @property
-    def live_blocks(self) -> int:
-        """Live blocks in all."""
-        return self.live * self.grid[0] if self.balance == "row" else self.live
-
-    @property
-    def sparsity(self) -> float:
-        """Share of dead blocks."""
-        return 1 - self.live_blocks / self.blocks
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return {**asdict(self), "shape": list(self.shape), "block": list(self.block)}
 
 
 def kept_blocks(sparsity: float, blocks: int) -> int:
@@ -124,7 +47,8 @@ class BlastConfig(LowBitConfig):
         block_size: 8 to 128; an int for square blocks (default 32), or (rows, columns) of the dense weight [N, K].
             Blocks need not divide a weight; those at the edge are then padded with zeros.
         targets: "mlp" (default): the linear layers of decoder and encoder blocks that are not attention; "attention";
-            "all": both; or a list of names and "re:patterns".
+            "all": both; or a list of names and "re:patterns". Fused experts are among the MLPs: each expert's weight
+            is a matrix with a mask of its own.
         bits: None (default) keeps live blocks float; 8, 4 or "ternary" stores them low-bit, with a scale for each row
             of each block: rounded to nearest when training has ended (at the end of `BlastCallback`, or by
             `hf_lowbit.freeze`), or trained as codes from the start where `rest` is a `DQTConfig`.

@@ -88,6 +88,8 @@ def read_overrides(overrides: Any) -> dict[str, dict]:
         raise TypeError(f"`overrides`={overrides!r} must be a dict of names or 're:' patterns.")
     read: dict[str, dict] = {}
     for name, fields in overrides.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"`overrides` has the key {name!r}; keys must be names or 're:' patterns.")
         if not isinstance(fields, Mapping) or not set(fields) <= {"sparsity", "block_size"}:
             raise ValueError(f"`overrides[{name!r}]`={fields!r} may hold `sparsity` and `block_size` only.")
         read[name] = {}

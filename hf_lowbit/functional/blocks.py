@@ -64,24 +64,6 @@ def block_linear(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def gather_blocks(dense: Tensor, col_indices: Tensor, block: tuple[int, int]) -> Tensor:
-    """The blocks [NB, L, bn, bk] at `col_indices` [NB, L] of `dense` [N, K]."""
-    rows, columns = dense.shape
-    dense = F.pad(dense, (0, -columns % block[1], 0, -rows % block[0]))
-    view = dense.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).transpose(1, 2)
-    index = torch.arange(view.shape[0], device=dense.device)[:, None]
-    return view[index, col_indices.long()]
-
-
-def scatter_blocks(values: Tensor, col_indices: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The reverse of `gather_blocks`: dense [N, K] of `shape`, zeros elsewhere."""
-    block = values.shape[-2:]
-    grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
-    dense = values.new_zeros(*grid, *block)
-    dense[torch.arange(grid[0], device=values.device)[:, None], col_indices.long()] = values
-    return dense.transpose(1, 2).flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]].contiguous()
-
-
 def block_rows(values: Tensor, row_pointers: Tensor | None) -> int:
     """NB."""
     return values.shape[0] if row_pointers is None else row_pointers.shape[0] - 1

@@ -127,11 +127,13 @@ def from_checkpoint(folder: str | Path) -> Facts:
     quantization = LowBitConfig.from_dict(stored)
     sizes, rows = tensor_sizes(folder), []
     for name, layout in getattr(quantization, "layouts", {}).items():
-        if f"{name}.weight" not in sizes:
+        # experts are listed by their parameter, everything else by the module that owns `weight`
+        held = name if layout.experts else f"{name}.weight"
+        if held not in sizes:
             raise ValueError(f"config.json lists `{name}` as block-sparse, but no safetensors file holds it.")
-        size = sum(sizes.pop(f"{name}.weight{suffix}", (0, 0))[1] for suffix in ("", *BLOCK_COMPANIONS))
+        size = sum(sizes.pop(held + suffix, (0, 0))[1] for suffix in ("", *BLOCK_COMPANIONS))
         blocks = Blocks(layout.block, layout.bits if layout.form == "blocks" else None, round(layout.sparsity, 4))
-        rows.append((f"{name}.weight", None, "", math.prod(layout.shape), size, blocks))
+        rows.append((held, None, "", layout.parameters, size, blocks))
     converted = quantization if quantization.sparse is None else quantization.rest or LowBitConfig()
     stored_names = set(sizes)
     for name, shape in converted.shapes.items():

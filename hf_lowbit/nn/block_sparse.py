@@ -11,6 +11,8 @@ with float or int8 activations (`layout.activations`), and take no gradient.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -19,18 +21,72 @@ from ..configs.blast import BlockLayout
 from ..functional.block_code_linear import block_code_linear
 from ..functional.block_codes import SCALE_DTYPE, dequantize_blocks, stored_width
 from ..functional.block_dispatch import BlockProblem
-from ..functional.block_masks import mask_of
+from ..functional.block_masks import mask_of, scatter
 from .loaded import LoadedModule
-from .masked import scatter, sparse_product, within_edge
+from .masked import sparse_product, within_edge
 
 
 SUFFIXES = ("", "_scale", "_col_indices", "_row_pointers")
 
 
-class BlockModule(LoadedModule):
-    """Mixin of the block-sparse layers; `layout` says what the tensors are."""
+class BlockWeight:
+    """A weight of which the live blocks are held; `layout` says what the tensors are. A layer is one itself; a module
+    of fused experts holds several (`sparse_experts.py`)."""
 
     layout: BlockLayout
+
+    def held(self, suffix: str = "") -> Tensor | None:
+        """The stored tensor of `suffix`, one of `SUFFIXES`; None where the layout has none."""
+        raise NotImplementedError
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The live blocks: the parameter itself, or the numbers of its codes in `dtype`."""
+        stored, bits = self.held(), self.layout.bits
+        if bits is None:
+            return stored
+        return dequantize_blocks(stored, self.held("_scale"), bits, self.layout.block[1], dtype)
+
+    @property
+    def mask(self) -> Tensor:
+        """Which blocks live, bool [..., NB, KB]."""
+        columns, pointers = self.held("_col_indices"), self.held("_row_pointers")
+        return mask_of(columns.detach(), None if pointers is None else pointers.detach(), self.layout.mask_shape)
+
+    @property
+    def measured_sparsity(self) -> float:
+        """Share of dead blocks."""
+        return self.layout.sparsity
+
+    def problem(self, rows: int, dtype: torch.dtype) -> BlockProblem:
+        """The product the weight (of one expert) takes part in, for `rows` tokens of `dtype`."""
+        layout = self.layout
+        return BlockProblem(
+            *layout.block, layout.grid[0], layout.in_features, rows, dtype, self.held().device.type,
+            layout.bits, layout.activations == "int8", layout.sparsity,
+        )  # fmt: skip
+
+    def stored_bytes(self) -> int:
+        """Bytes of values, scales and indices."""
+        tensors = [self.held(suffix) for suffix in SUFFIXES]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def stack(self, dtype: torch.dtype) -> Tensor:
+        """The weight in the dense shape and orientation, differentiable where the blocks are float."""
+        columns, pointers = self.held("_col_indices"), self.held("_row_pointers")
+        values = self.values(dtype).to(dtype)
+        dense = scatter(values, columns, pointers, self.layout.oriented_shape, self.layout.block)
+        return dense.transpose(-1, -2).contiguous() if self.layout.transposed else dense
+
+    def dense_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight in the dense shape and orientation, zeros in dead blocks."""
+        return self.stack(dtype).detach()
+
+
+class BlockModule(BlockWeight, LoadedModule):
+    """Mixin of the block-sparse layers."""
+
+    def held(self, suffix: str = "") -> Tensor | None:
+        return self._parameters.get("weight" + suffix)
 
     def _product(self, x: Tensor) -> Tensor:
         parameters, layout = self._parameters, self.layout
@@ -43,52 +99,10 @@ class BlockModule(LoadedModule):
         )  # fmt: skip
         return within_edge(y, parameters["bias"], layout)
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """The live blocks: the parameter itself, or the numbers of its codes in `dtype`."""
-        stored, bits = self._parameters["weight"], self.layout.bits
-        if bits is None:
-            return stored
-        return dequantize_blocks(stored, self._parameters["weight_scale"], bits, self.layout.block[1], dtype)
-
-    @property
-    def mask(self) -> Tensor:
-        """Which blocks live, bool [NB, KB]."""
-        pointers = self._parameters.get("weight_row_pointers")
-        columns = self._parameters["weight_col_indices"].detach()
-        return mask_of(columns, None if pointers is None else pointers.detach(), self.layout.grid)
-
-    @property
-    def measured_sparsity(self) -> float:
-        """Share of dead blocks."""
-        return self.layout.sparsity
-
-    def problem(self, rows: int, dtype: torch.dtype) -> BlockProblem:
-        """The product the layer's weight takes part in, for `rows` tokens of `dtype`."""
-        layout = self.layout
-        return BlockProblem(
-            *layout.block, layout.grid[0], layout.in_features, rows, dtype, self._parameters["weight"].device.type,
-            layout.bits, layout.activations == "int8", layout.sparsity,
-        )  # fmt: skip
-
-    def stored_bytes(self) -> int:
-        """Bytes of values, scales and indices."""
-        tensors = [self._parameters.get("weight" + suffix) for suffix in SUFFIXES]
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-    def dense_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight in the dense shape and orientation, zeros in dead blocks."""
-        columns, pointers = (self._parameters.get("weight" + suffix) for suffix in SUFFIXES[2:])
-        shape = self.layout.out_features, self.layout.in_features
-        dense = scatter(self.values(dtype).detach(), columns, pointers, shape, self.layout.block).to(dtype)
-        return dense.t().contiguous() if self.layout.transposed else dense
-
     def _apply(self, fn, recurse=True):
-        # `.to(dtype)` converts every floating parameter: scales keep their documented one
         scale = self._parameters.get("weight_scale")
         super()._apply(fn, recurse)
-        moved = self._parameters.get("weight_scale")
-        if moved is not None and moved.dtype != SCALE_DTYPE:
-            moved.data = scale.detach().to(device=moved.device, dtype=SCALE_DTYPE)
+        keep_scale_dtype(self, "weight_scale", scale)
         return self
 
     def extra_repr(self) -> str:
@@ -99,16 +113,24 @@ class BlockModule(LoadedModule):
         return ", ".join(part for part in (super().extra_repr(), own) if part)
 
 
+def keep_scale_dtype(module: nn.Module, name: str, before: Tensor | None) -> None:
+    """Undo what `.to(dtype)`, which converts every floating parameter, did to scales: they keep their documented
+    dtype."""
+    moved = module._parameters.get(name)
+    if moved is not None and moved.dtype != SCALE_DTYPE:
+        moved.data = before.detach().to(device=moved.device, dtype=SCALE_DTYPE)
+
+
 def block_tensors(layout: BlockLayout) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
     """Shape and dtype of each stored tensor by suffix; the values have the model's dtype (None)."""
     rows, columns = layout.block
-    kept = (layout.grid[0], layout.live) if layout.balance == "row" else (layout.live,)
+    kept = (*layout.mask_shape[:-1], layout.live) if layout.balance == "row" else (layout.live,)
     tensors = {"": ((*kept, rows, columns), None), "_col_indices": (kept, torch.int32)}
     if layout.bits is not None:
         tensors[""] = ((*kept, rows, stored_width(columns, layout.bits)), torch.int8)
         tensors["_scale"] = ((*kept, rows), SCALE_DTYPE)
     if layout.balance != "row":
-        tensors["_row_pointers"] = ((layout.grid[0] + 1,), torch.int32)
+        tensors["_row_pointers"] = ((math.prod(layout.mask_shape[:-1]) + 1,), torch.int32)
     return tensors
 
 

@@ -17,10 +17,12 @@ from transformers.pytorch_utils import Conv1D
 from .block_sparse import BlockSparseConv1D, BlockSparseLinear
 from .embedding import LowBitEmbedding, LowBitScaledEmbedding
 from .experts import LowBitExperts, stack_property
+from .gated import GatedBlocks
 from .linear import LowBitConv1D, LowBitLinear
 from .masked import MaskedConv1D, MaskedLinear
 from .masked_codes import MaskedCodesConv1D, MaskedCodesLinear
 from .reads import is_plain_product, only_scales
+from .sparse_experts import SparseExperts, sparse_property
 from .trainable import TrainableConv1D, TrainableLinear
 
 
@@ -30,14 +32,20 @@ KINDS = {"linear": (nn.Linear, LowBitLinear), "conv1d": (Conv1D, LowBitConv1D),
          "masked-conv1d": (Conv1D, MaskedConv1D), "masked-codes-linear": (nn.Linear, MaskedCodesLinear),
          "masked-codes-conv1d": (Conv1D, MaskedCodesConv1D), "block-linear": (nn.Linear, BlockSparseLinear),
          "block-conv1d": (Conv1D, BlockSparseConv1D)}  # fmt: skip
+# modules of fused experts: what is put in front of them, and what stands under the parameters' names
+EXPERTS = {"experts": (LowBitExperts, stack_property), "sparse-experts": (SparseExperts, sparse_property)}
 
 
 @cache
 def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...]) -> type:
     """The low-bit class for `dense_class`. `names` are the packed parameters (more than one for experts)."""
-    if kind == "experts":
-        bases: tuple[type, ...] = (LowBitExperts, dense_class)
-        body = {name: stack_property(name) for name in names}
+    bases: tuple[type, ...]
+    if kind == "gated":
+        bases, body = (GatedBlocks, dense_class), {}
+    elif kind in EXPERTS:
+        mixin, make_property = EXPERTS[kind]
+        bases = (mixin, dense_class)
+        body = {name: make_property(name) for name in names}
     else:
         plain, lowbit = KINDS[kind]
         if dense_class is plain:
@@ -54,7 +62,7 @@ def lowbit_class(dense_class: type, kind: str, names: tuple[str, ...]) -> type:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The kind a low-bit module was converted as: a key of `KINDS`, or "experts"."""
+    """The kind a low-bit module was converted as: a key of `KINDS` or `EXPERTS`, or "gated"."""
     made_from = getattr(type(module), "_made_from", None)
     if made_from is not None:
         return made_from[1]

@@ -65,22 +65,22 @@ class ExpertStack:
         return func(*densify(args), **{key: densify(value) for key, value in (kwargs or {}).items()})
 
 
-class LowBitExperts(LowBitModule):
-    """Mixin put in front of an experts class by `classes.lowbit_class`; its properties hide the packed parameters."""
+class RoutedExperts:
+    """A forward of ours for modules that follow transformers' experts interface; `_project` says what it multiplies
+    with."""
 
-    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        routed = len(args) == 2 and not kwargs and hasattr(self, "has_gate") and hasattr(self, "is_transposed")
-        first = "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj"
-        if routed and first in self.lowbit and "down_proj" in self.lowbit:
-            return self._forward_by_expert(hidden_states, *args, first)
-        token = _reading.set(hidden_states.dtype)
-        try:
-            return super().forward(hidden_states, *args, **kwargs)
-        finally:
-            _reading.reset(token)
+    @property
+    def first_projection(self) -> str | None:
+        """Name of the stack that reads the tokens; None where the module does not follow the interface."""
+        if not (hasattr(self, "has_gate") and hasattr(self, "is_transposed")):
+            return None
+        return "gate_up_proj" if self.has_gate else "up_proj"
 
-    def _forward_by_expert(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, first: str) -> Tensor:
-        """x [T, K], expert ids and weights [T, k] -> [T, K]; accumulated in float32.
+    def _project(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _forward_by_expert(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x [T, K], expert ids and weights [T, k] -> [T, K]; accumulated in float32 (float64 of float64).
 
         The pairs of token and expert are sorted by expert, so that each expert's rows lie together. An id that is no
         expert's (expert parallelism marks so what other ranks do) adds nothing.
@@ -88,13 +88,28 @@ class LowBitExperts(LowBitModule):
         ids, order = top_k_index.reshape(-1).sort(stable=True)
         token = order // top_k_index.shape[-1]
         offsets = torch.searchsorted(ids, torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype))
-        hidden = self._project(x.index_select(0, token), first, offsets)
+        hidden = self._project(x.index_select(0, token), self.first_projection, offsets)
         hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
         hidden = self._project(hidden, "down_proj", offsets)
         if getattr(self, "has_post_expert_norm", False):
             hidden = self.post_expert_norm(hidden)
-        weighted = (hidden * top_k_weights.reshape(-1).index_select(0, order)[:, None]).to(torch.float32)
-        return torch.zeros_like(x, dtype=torch.float32).index_add_(0, token, weighted).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weighted = (hidden * top_k_weights.reshape(-1).index_select(0, order)[:, None]).to(wide)
+        return torch.zeros_like(x, dtype=wide).index_add_(0, token, weighted).to(x.dtype)
+
+
+class LowBitExperts(RoutedExperts, LowBitModule):
+    """Mixin put in front of an experts class by `classes.lowbit_class`; its properties hide the packed parameters."""
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        routed = len(args) == 2 and not kwargs
+        if routed and self.first_projection in self.lowbit and "down_proj" in self.lowbit:
+            return self._forward_by_expert(hidden_states, *args)
+        token = _reading.set(hidden_states.dtype)
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            _reading.reset(token)
 
     def _project(self, x: Tensor, name: str, offsets: Tensor) -> Tensor:
         parameters = self._parameters

@@ -18,12 +18,12 @@ from transformers.pytorch_utils import Conv1D
 
 from ..configs.scheme import Scheme
 from ..functional.block_codes import SCALE_DTYPE
-from ..functional.block_masks import clear_dead_, columns_of
+from ..functional.block_masks import clear_dead_, columns_of, gather, scatter
 from ..functional.grid import grid_of
 from ..functional.packing import pack
 from ..functional.rounding import round_to_nearest, to_codes
 from ..functional.trainable import trainable_linear
-from .masked import MaskedModule, gather, scatter
+from .masked import MaskedModule
 from .packed import PackedWeight
 from .trainable import TrainableModule, trainable_forward
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..configs.blast import BlastConfig, BlockLayout
+from ..configs.blast import BlastConfig, BlockLayout, kept_blocks
 from .masked import MaskedModule
 from .names import first_match
 from .reads import directly_read
@@ -18,7 +19,7 @@ from .targets import Target, candidates, obstacle
 ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 # what mixes tokens without being attention
 MIXERS = re.compile(r"mixer|mamba|ssm|rnn|conv", re.IGNORECASE)
-KINDS = ("linear", "conv1d")
+KINDS = ("linear", "conv1d", "experts")
 # last parts of the names of the two projections of a gated MLP that read the same input
 GATE_AND_UP = {"gate_proj": "up_proj", "w1": "w3", "wi_0": "wi_1"}
 
@@ -37,13 +38,13 @@ class SparseTarget:
 
 
 def find_sparse_targets(model: nn.Module, config: BlastConfig) -> list[SparseTarget]:
-    """Decide. Raises ValueError when nothing would be sparse, a pattern matches nothing, blocks are larger than a
-    weight, or fused experts are among what was asked for."""
+    """Decide. Raises ValueError when nothing would be sparse, a pattern matches nothing, or blocks are larger than a
+    weight."""
     default, read = default_reasons(model), directly_read(model)
     ties = between_modules(model, tied_groups(model))
     tied = {name for group in ties for name in group}
     depth = _depths(model)
-    found, used, reasons, experts = [], set(), {}, []
+    found, used, reasons = [], set(), {}
     for target in candidates(model):
         name = target.name
         skip = first_match(config.modules_to_not_convert, name)
@@ -54,9 +55,6 @@ def find_sparse_targets(model: nn.Module, config: BlastConfig) -> list[SparseTar
             reasons[name] = f"`modules_to_not_convert` names it ({skip!r})"
             continue
         if not (asked is not None if isinstance(config.targets, list) else _is_wanted(name, config.targets)):
-            continue
-        if target.kind == "experts":
-            experts.append(name)
             continue
         reason = obstacle(target.module, target.kind, target.parameter) or find_reason(read, target.module_name)
         reason = reason or (None if target.kind in KINDS else f"{target.kind}s have no block-sparse form")
@@ -70,15 +68,18 @@ def find_sparse_targets(model: nn.Module, config: BlastConfig) -> list[SparseTar
             reasons[name] = reason
             continue
         found.append(_sized(target, config, config.overrides.get(override, {})))
-    if experts:
-        raise ValueError(
-            f"`targets`={config.targets!r} takes in fused experts, such as `{experts[0]}`, which have no block-sparse "
-            f"form yet. Leave them dense by name: `modules_to_not_convert`={sorted({_owner(e) for e in experts})[:1]}."
-        )
     for field in ("modules_to_not_convert", "overrides", *(["targets"] if isinstance(config.targets, list) else [])):
         for pattern in getattr(config, field):
             if pattern not in used and not _matches_any(model, pattern, field):
                 raise ValueError(f"`{field}` has {pattern!r}, which matches no layer of {type(model).__name__}.")
+    kept = [t for t in found if t.sparsity > 0 and kept_blocks(t.sparsity, t.layout.pool) == t.layout.pool]
+    if kept:
+        warnings.warn(
+            f"nothing will be removed of {len(kept)} weights, such as `{kept[0].name}`: of {kept[0].layout.pool} "
+            f"blocks a {'row' if config.balance == 'row' else 'matrix'} the nearest whole number at `sparsity`="
+            f"{kept[0].sparsity} is all. Use smaller blocks (`overrides` sets them for single layers).",
+            stacklevel=2,
+        )
     if not found:
         listed = "; ".join(f"`{name}`: {reason}" for name, reason in list(reasons.items())[:8])
         raise ValueError(
@@ -114,21 +115,16 @@ def share_masks(model: nn.Module, share: bool) -> None:
 
 def _sized(target: Target, config: BlastConfig, override: dict) -> SparseTarget:
     block = tuple(override.get("block_size", config.block_size))
-    rows, columns = reversed(target.shape) if target.transposed else target.shape
+    rows, columns = reversed(target.shape[-2:]) if target.transposed else target.shape[-2:]
     if block[0] > rows or block[1] > columns:
         raise ValueError(
             f"`block_size`={block} is larger than the weight [{rows}, {columns}] of `{target.name}`; use smaller "
             "blocks (`overrides` sets them for single layers) or add it to `modules_to_not_convert`."
         )
-    grid = -(-rows // block[0]), -(-columns // block[1])
-    live = grid[1] if config.balance == "row" else grid[0] * grid[1]
-    layout = BlockLayout(target.shape, block, "dense", config.balance, live, target.transposed, config.bits,
+    layout = BlockLayout(target.shape, block, "dense", config.balance, 0, target.transposed, config.bits,
                          config.activations or "float")  # fmt: skip
+    layout = replace(layout, live=layout.pool if config.balance == "row" else layout.blocks)
     return SparseTarget(target, layout, override.get("sparsity", config.sparsity))
-
-
-def _owner(name: str) -> str:
-    return ".".join(part for part in name.rpartition(".")[0].split(".") if not part.isdigit()).rpartition(".")[2]
 
 
 def _is_wanted(name: str, targets: str) -> bool:

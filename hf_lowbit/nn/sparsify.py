@@ -1,4 +1,6 @@
-"""Converting layers between their forms, in place: dense, masked (being pruned), block-sparse (live blocks only)."""
+"""Converting weights between their forms, in place: dense, masked (being pruned), block-sparse (live blocks only).
+
+A weight is a layer, or a stack of fused experts: a `MaskedStack` or `BlockStack` of their module."""
 
 from __future__ import annotations
 
@@ -10,45 +12,71 @@ from torch import nn
 
 from ..configs.blast import BlockLayout
 from ..functional.block_masks import columns_of, live_mask
-from .block_sparse import SUFFIXES, BlockModule, block_tensors
+from .block_sparse import SUFFIXES, BlockModule, BlockWeight, block_tensors
 from .classes import dense_class, kind_of, lowbit_class
+from .gated import GatedBlocks, can_fuse
 from .masked import MaskedModule
 from .masked_codes import MaskedCodes, code_blocks
+from .masked_weight import MaskedWeight
 from .packed import install
+from .sparse_experts import BlockStack, MaskedStack, SparseExperts
 from .trainable import TrainableModule, Training, hold_codes
 
 
-SparseModule = (MaskedModule, BlockModule)
+SparseModule = (MaskedModule, BlockModule, SparseExperts)
 
 
-def sparse_modules(model: nn.Module) -> Iterator[tuple[str, MaskedModule | BlockModule]]:
-    """(name, module) of the model's masked and block-sparse layers, each once."""
+def weights_of(module: nn.Module) -> dict[str, MaskedWeight | BlockWeight]:
+    """The block-sparse weights that `module` itself holds, by the name of the parameter."""
+    if isinstance(module, SparseExperts):
+        return dict(module.stacks)
+    return {"weight": module} if isinstance(module, SparseModule) else {}
+
+
+def sparse_modules(model: nn.Module) -> Iterator[tuple[str, MaskedWeight | BlockWeight]]:
+    """(name, weight) of the model's masked and block-sparse weights, each once: layers by the name of the module,
+    stacks of experts by that of the parameter."""
     for name, module in model.named_modules():
-        if isinstance(module, SparseModule):
-            yield name, module
+        for parameter, weight in weights_of(module).items():
+            yield name if weight is module else ".".join(part for part in (name, parameter) if part), weight
 
 
-def masked_modules(model: nn.Module) -> Iterator[tuple[str, MaskedModule]]:
-    """(name, module) of the layers that are being pruned, or can be."""
-    for name, module in model.named_modules():
-        if isinstance(module, MaskedModule):
-            yield name, module
+def masked_modules(model: nn.Module) -> Iterator[tuple[str, MaskedWeight]]:
+    """(name, weight) of those that are being pruned, or can be."""
+    for name, weight in sparse_modules(model):
+        if isinstance(weight, MaskedWeight):
+            yield name, weight
 
 
-def mask_groups(modules: Mapping[str, MaskedModule]) -> list[list[MaskedModule]]:
-    """Layers that have one mask in common; most are alone."""
-    groups: dict[str, list[MaskedModule]] = {}
+def mask_groups(modules: Mapping[str, MaskedWeight]) -> list[list[MaskedWeight]]:
+    """Weights that have one mask in common; most are alone."""
+    groups: dict[str, list[MaskedWeight]] = {}
     for name, module in modules.items():
         groups.setdefault(module.mask_group or name, []).append(module)
     return list(groups.values())
 
 
-def become_masked(module: nn.Module, kind: str, layout: BlockLayout, target: float) -> None:
-    """Let a dense linear layer be pruned; all its blocks live."""
+def become_masked(module: nn.Module, kind: str, layout: BlockLayout, target: float, parameter: str = "weight") -> None:
+    """Let a dense weight be pruned; all its blocks live."""
+    layout, device = replace(layout, form="dense"), module._parameters[parameter].device
+    mask = torch.ones(layout.mask_shape, dtype=torch.bool, device="cpu" if device.type == "meta" else device)
+    if kind == "experts":
+        _hold(module, parameter, MaskedStack(module, parameter, layout, target, mask))
+        return
     module.__class__ = lowbit_class(type(module), f"masked-{kind}", ("weight",))
-    module.layout, module.target = replace(layout, form="dense"), target
-    device = module._parameters["weight"].device
-    module.mask = torch.ones(layout.grid, dtype=torch.bool, device="cpu" if device.type == "meta" else device)
+    module.layout, module.target, module.mask = layout, target, mask
+
+
+def _hold(module: nn.Module, name: str, stack: MaskedStack | BlockStack | None) -> None:
+    """Let parameter `name` of an experts module be `stack`; None: dense again."""
+    dense = dense_class(module) if isinstance(module, SparseExperts) else type(module)
+    stacks = {k: v for k, v in module.__dict__.get("stacks", {}).items() if k != name}
+    if stack is not None:
+        stacks[name] = stack
+    module.__dict__.pop("stacks", None)
+    if stacks:
+        module.stacks = stacks
+    module.__class__ = lowbit_class(dense, "sparse-experts", tuple(sorted(stacks))) if stacks else dense
 
 
 def become_codes(
@@ -71,88 +99,120 @@ def become_masked_codes(module: TrainableModule, layout: BlockLayout, target: fl
     settle_mask(module)
 
 
-def become_empty_blocks(module: nn.Module, kind: str, layout: BlockLayout) -> None:
-    """Turn a dense linear layer on the meta device into a block-sparse one, to load into."""
-    dense = module._parameters["weight"]
-    module.__class__ = lowbit_class(type(module), f"block-{kind}", ("weight",))
-    module.layout = layout
+def become_empty_blocks(module: nn.Module, kind: str, layout: BlockLayout, parameter: str = "weight") -> None:
+    """Turn a dense weight on the meta device into a block-sparse one, to load into."""
+    dense = module._parameters[parameter]
+    if kind == "experts":
+        _hold(module, parameter, BlockStack(module, parameter, layout))
+    else:
+        module.__class__ = lowbit_class(type(module), f"block-{kind}", ("weight",))
+        module.layout = layout
     for suffix, (shape, dtype) in block_tensors(layout).items():
         tensor = torch.empty(shape, dtype=dtype or dense.dtype, device=dense.device)
-        parameter = nn.Parameter(tensor, requires_grad=dtype is None)
+        held = nn.Parameter(tensor, requires_grad=dtype is None)
         # transformers draws random numbers for what it takes to be missing; that they are there has been checked
-        parameter._is_hf_initialized = True
-        module._parameters["weight" + suffix] = parameter
+        held._is_hf_initialized = True
+        module._parameters[parameter + suffix] = held
 
 
-def pack_blocks(module: MaskedModule) -> None:
+def pack_blocks(weight: MaskedWeight) -> None:
     """Keep the live blocks only, in the bits that the layout says. Zeros that are dead by the mask are not stored;
     nothing else is lost of float blocks, and of codes that were trained."""
-    kind, dense = kind_of(module).removeprefix("masked-").removeprefix("codes-"), dense_class(module)
-    columns, pointers = columns_of(module.mask)
-    weight = module._parameters["weight"]
-    values, scale = module.live_tensors(columns, pointers)
-    balance, live = ("row", columns.shape[1]) if pointers is None else ("none", columns.shape[0])
-    layout = replace(module.layout, form="blocks", balance=balance, live=live)
-    _forget(module)
-    module.__class__ = lowbit_class(dense, f"block-{kind}", ("weight",))
-    module.layout = layout
+    columns, pointers = columns_of(weight.mask)
+    values, scale = weight.live_tensors(columns, pointers)
+    balance, live = ("row", columns.shape[-1]) if pointers is None else ("none", columns.shape[0])
+    layout = replace(weight.layout, form="blocks", balance=balance, live=live)
+    trained = weight.parameter.requires_grad
+    module, name = place(weight)
+    if isinstance(weight, MaskedStack):
+        _hold(module, name, BlockStack(module, name, layout))
+    else:
+        kind = kind_of(module).removeprefix("masked-").removeprefix("codes-")
+        dense = dense_class(module)
+        _forget(module)
+        module.__class__ = lowbit_class(dense, f"block-{kind}", ("weight",))
+        module.layout = layout
     stored = (values, scale, columns, pointers)
     for suffix, tensor in zip(SUFFIXES, stored, strict=True):
         if tensor is not None:
-            trains = not suffix and layout.bits is None and weight.requires_grad
-            module._parameters["weight" + suffix] = nn.Parameter(tensor, requires_grad=trains)
+            trains = not suffix and layout.bits is None and trained
+            module._parameters[name + suffix] = nn.Parameter(tensor, requires_grad=trains)
 
 
-def unpack_blocks(module: BlockModule, target: float, balance: str) -> None:
-    """Let a block-sparse layer (of float blocks) be pruned further; its mask stays what it is until then."""
-    kind, dense, mask = kind_of(module).removeprefix("block-"), dense_class(module), module.mask
-    values = module._parameters["weight"]
-    weight = nn.Parameter(module.dense_weight(values.dtype), requires_grad=values.requires_grad)
-    layout = module.layout
+def unpack_blocks(weight: BlockWeight, target: float, balance: str) -> None:
+    """Let a block-sparse weight (of float blocks) be pruned further; its mask stays what it is until then."""
+    mask, values, layout = weight.mask, weight.held(), weight.layout
+    dense = nn.Parameter(weight.dense_weight(values.dtype), requires_grad=values.requires_grad)
+    layout = replace(layout, form="dense", balance=balance, live=0)
+    layout = replace(layout, live=layout.pool if balance == "row" else layout.blocks)
+    module, name = place(weight)
     for suffix in SUFFIXES[1:]:
-        module._parameters.pop("weight" + suffix, None)
-    module._parameters["weight"] = weight
-    module.__class__ = lowbit_class(dense, f"masked-{kind}", ("weight",))
-    live = layout.grid[1] if balance == "row" else layout.blocks
-    module.layout = replace(layout, form="dense", balance=balance, live=live)
-    module.target, module.mask = target, mask
+        module._parameters.pop(name + suffix, None)
+    module._parameters[name] = dense
+    if isinstance(weight, BlockStack):
+        _hold(module, name, MaskedStack(module, name, layout, target, mask))
+        return
+    kind = kind_of(module).removeprefix("block-")
+    module.__class__ = lowbit_class(dense_class(module), f"masked-{kind}", ("weight",))
+    module.layout, module.target, module.mask = layout, target, mask
 
 
 def restore_dense_blocks(modules: Iterable[nn.Module], dtype: torch.dtype | None = None) -> None:
-    """Turn masked and block-sparse layers back into their dense classes; dead blocks become zeros."""
-    for module in list(modules):
-        if not isinstance(module, SparseModule):
-            continue
-        dense, old = dense_class(module), module._parameters["weight"]
-        own = old.dtype if old.is_floating_point() else torch.get_default_dtype()
-        weight = nn.Parameter(
-            module.dense_weight(dtype or own), requires_grad=old.requires_grad or module.layout.bits is not None
-        )
-        for suffix in SUFFIXES[1:]:
-            module._parameters.pop("weight" + suffix, None)
-        module._parameters["weight"] = weight
-        _forget(module)
-        module.__dict__.pop("layout", None)
-        module.__class__ = dense
+    """Turn masked and block-sparse weights back into dense ones; dead blocks become zeros."""
+    for owner in list(modules):
+        if isinstance(owner, GatedBlocks):
+            owner.__class__ = dense_class(owner)
+            for key in ("gated", "_columns"):
+                owner.__dict__.pop(key, None)
+        for weight in weights_of(owner).values():
+            module, name = place(weight)
+            old = module._parameters[name]
+            own = old.dtype if old.is_floating_point() else torch.get_default_dtype()
+            trains = old.requires_grad or weight.layout.bits is not None
+            dense = nn.Parameter(weight.dense_weight(dtype or own), requires_grad=trains)
+            for suffix in SUFFIXES[1:]:
+                module._parameters.pop(name + suffix, None)
+            module._parameters[name] = dense
+            if isinstance(module, SparseExperts):
+                _hold(module, name, None)
+                continue
+            plain = dense_class(module)
+            _forget(module)
+            module.__dict__.pop("layout", None)
+            module.__class__ = plain
 
 
-def settle_mask(module: MaskedModule) -> None:
+def fuse_gated(model: nn.Module) -> None:
+    """Let the MLPs whose gate and up hold float blocks with one mask compute both at once, where a kernel does."""
+    for module in list(model.modules()):
+        names = can_fuse(module)
+        if names is not None:
+            module.__class__ = lowbit_class(type(module), "gated", ())
+            module.gated = names
+
+
+def place(weight: MaskedWeight | BlockWeight) -> tuple[nn.Module, str]:
+    """The module that holds the tensors of `weight`, and the parameter's name."""
+    return (weight.owner, weight.name) if isinstance(weight, (MaskedStack, BlockStack)) else (weight, "weight")
+
+
+def settle_mask(weight: MaskedWeight) -> None:
     """Take the mask from the numbers: after loading, and when they were replaced behind the mask's back."""
-    module.mask = live_mask(module.oriented(), module.layout.block)
+    weight.mask = live_mask(weight.oriented(), weight.layout.block)
 
 
-def clear_module(module: MaskedModule) -> None:
+def clear_module(weight: MaskedWeight) -> None:
     """Zero the dead blocks, in place."""
-    module.clear()
+    weight.clear()
 
 
-def current_layout(module: MaskedModule | BlockModule) -> BlockLayout:
-    """What is stored now. A masked layer is stored dense (as numbers or as codes), with its number of live blocks in
+def current_layout(weight: MaskedWeight | BlockWeight) -> BlockLayout:
+    """What is stored now. A masked weight is stored dense (as numbers or as codes), with its number of live blocks in
     all."""
-    if isinstance(module, BlockModule):
-        return module.layout
-    form = "codes" if isinstance(module, MaskedCodes) else "dense"
-    return replace(module.layout, form=form, balance="none", live=int(module.mask.sum()))
+    if isinstance(weight, BlockWeight):
+        return weight.layout
+    form = "codes" if isinstance(weight, MaskedCodes) else "dense"
+    return replace(weight.layout, form=form, balance="none", live=int(weight.mask.sum()))
 
 
 def _forget(module: MaskedModule) -> None:

@@ -18,6 +18,7 @@ from .names import first_match
 from .packed import LowBitModule, PackedWeight
 from .reads import is_plain_product, only_scales, reads_own_weight
 from .rules import between_modules, default_reasons, find_reason, hard_reasons, tied_groups
+from .sparse_experts import SparseExperts
 
 
 class Request(Protocol):
@@ -110,6 +111,8 @@ def obstacle(module: nn.Module, kind: str, parameter: str) -> str | None:
         return "already low-bit"
     if isinstance(module, (BlockModule, MaskedModule)):
         return "block-sparse"
+    if isinstance(module, SparseExperts):
+        return "block-sparse" if parameter in module.stacks else "other weights of its module are block-sparse"
     if parameter not in module._parameters:
         return "its weight is computed by a parametrization"
     if not module._parameters[parameter].is_floating_point():

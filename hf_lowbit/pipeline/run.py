@@ -28,8 +28,9 @@ from ..compression.plan import check_size, plan, uniform
 from ..compression.report import Report, report
 from ..compression.table import megabytes, render_table
 from ..configs.lowbit import LowBitConfig
-from ..nn.block_sparse import BlockModule
+from ..nn.block_sparse import BlockWeight
 from ..nn.packed import LowBitModule
+from ..nn.sparsify import sparse_modules
 from ..quantizers.calibrated import tokenizer_of
 from ..quantizers.memory import quantize
 from ..quantizers.spool import Spool
@@ -251,7 +252,8 @@ def _stages(stages) -> tuple[str, ...]:
 
 def _load(model_or_id) -> nn.Module:
     if isinstance(model_or_id, nn.Module):
-        lowbit = any(isinstance(m, (LowBitModule, BlockModule)) for m in model_or_id.modules())
+        lowbit = any(isinstance(m, LowBitModule) for m in model_or_id.modules())
+        lowbit = lowbit or any(isinstance(weight, BlockWeight) for _, weight in sparse_modules(model_or_id))
         if lowbit or getattr(model_or_id, "hf_quantizer", None) is not None:
             raise ValueError("the model is quantized already; pass the dense one.")
         return model_or_id

@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..nn.arming import trainable_modules
-from ..nn.block_sparse import SUFFIXES, BlockModule
+from ..nn.block_sparse import SUFFIXES, BlockWeight
 from ..nn.packed import LowBitModule
+from ..nn.sparsify import weights_of
 from ..nn.trainable import TrainableModule
 
 
@@ -51,14 +52,16 @@ def _difference(model: PreTrainedModel, only_trainable: bool, exclude_embeddings
             scales = [module._parameters[name] for name in module.companions()]
             difference -= sum(t.numel() for t in scales if t.requires_grad or not only_trainable)
             continue
-        if isinstance(module, BlockModule):
-            stored = [module._parameters.get("weight" + suffix) for suffix in SUFFIXES]
+        blocks = [weight for weight in weights_of(module).values() if isinstance(weight, BlockWeight)]
+        for weight in blocks:
+            stored = [weight.held(suffix) for suffix in SUFFIXES]
             counted = [t for t in stored if t is not None and (t.requires_grad or not only_trainable)]
             # of what trains, the live weights
-            logical = module.layout.shape[0] * module.layout.shape[1]
+            logical = weight.layout.parameters
             difference += (sum(t.numel() for t in counted[:1]) if only_trainable else logical) - sum(
                 t.numel() for t in counted
             )
+        if blocks:
             continue
         if not isinstance(module, LowBitModule) or only_trainable:
             # packed weights without a slot take no gradient, so the plain count left them out
@@ -87,8 +90,12 @@ def _dtype(model: PreTrainedModel) -> torch.dtype | None:
             lowbit, companions = True, module.companions()
             if hasattr(module, "output_like"):
                 first = first or module.output_like.dtype
-        elif isinstance(module, BlockModule) and module.layout.bits is not None:
-            lowbit, companions = True, ["weight_scale"]
+        else:
+            scales = [
+                n for n, w in weights_of(module).items() if w.layout.bits is not None and isinstance(w, BlockWeight)
+            ]
+            if scales:
+                lowbit, companions = True, [f"{name}_scale" for name in scales]
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and name not in companions:
                 first = first or parameter.dtype

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..configs.blast import kept_blocks
 from ..nn.arming import disarm, trainable_modules
-from ..nn.masked import MaskedModule
+from ..nn.masked_weight import MaskedWeight
 from ..nn.sparsify import masked_modules, pack_blocks
 
 
@@ -47,9 +48,13 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def _freeze_masks(model: nn.Module, masked: dict[str, MaskedModule]) -> nn.Module:
+def _freeze_masks(model: nn.Module, masked: dict[str, MaskedWeight]) -> nn.Module:
     """Keep live blocks only."""
-    dense = [name for name, module in masked.items() if module.target > 0 and bool(module.mask.all())]
+    dense = [
+        name
+        for name, weight in masked.items()
+        if kept_blocks(weight.target, weight.layout.pool) < weight.layout.pool and bool(weight.mask.all())
+    ]
     if dense:
         raise ValueError(
             f"no block of `{dense[0]}` has been pruned: there is nothing to freeze. Train with "

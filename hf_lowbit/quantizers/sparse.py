@@ -16,8 +16,8 @@ from torch import nn
 from ..configs.blast import BlastConfig, BlockLayout, kept_blocks
 from ..configs.lowbit import FORMAT_VERSION, LowBitConfig
 from ..functional.block_masks import best_blocks, block_scores
-from ..nn.block_sparse import SUFFIXES, BlockModule
-from ..nn.masked import MaskedModule
+from ..nn.block_sparse import SUFFIXES, BlockWeight
+from ..nn.masked_weight import MaskedWeight
 from ..nn.names import first_match
 from ..nn.packed import LowBitModule
 from ..nn.sparse_targets import find_sparse_targets, share_masks
@@ -26,9 +26,11 @@ from ..nn.sparsify import (
     become_masked,
     clear_module,
     current_layout,
+    fuse_gated,
     mask_groups,
     masked_modules,
     pack_blocks,
+    place,
     restore_dense_blocks,
     settle_mask,
     sparse_modules,
@@ -69,9 +71,10 @@ class BlastQuantizer(LowBitQuantizer):
                 if layout.form == "codes":
                     continue
                 if layout.form == "blocks":
-                    become_empty_blocks(target.module, target.kind, layout)
+                    become_empty_blocks(target.module, target.kind, layout, target.parameter)
                 else:
-                    become_masked(target.module, target.kind, *self._aim(target.name, layout))
+                    aim = self._aim(target.name, layout)
+                    become_masked(target.module, target.kind, *aim, target.parameter)
         else:
             self.arm(model)
         self._shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in self._targets}
@@ -101,18 +104,18 @@ class BlastQuantizer(LowBitQuantizer):
         check_blocks(model)
         asked = getattr(self.quantization_config, "requested", {}).get("sparse")
         for name, module in list(sparse_modules(model)):
-            if isinstance(module, MaskedModule):
+            if isinstance(module, MaskedWeight):
                 if self.pre_quantized:
                     settle_mask(module)
             else:
                 for suffix in SUFFIXES[1:]:
-                    if module._parameters.get("weight" + suffix) is not None:
-                        module._parameters["weight" + suffix].requires_grad_(False)
+                    if module.held(suffix) is not None:
+                        module.held(suffix).requires_grad_(False)
                 if asked is not None and not self.quantization_config.dequantize:
                     overrides = asked["overrides"]
                     own = overrides.get(first_match(overrides, name), {})
                     unpack_blocks(module, own.get("sparsity", asked["sparsity"]), asked["balance"])
-            module._is_hf_initialized = True
+            place(module)[0]._is_hf_initialized = True
         if asked is not None and not self.quantization_config.dequantize:
             self.quantization_config = _continued(self.quantization_config, asked)
         if self.pre_quantized:
@@ -126,6 +129,7 @@ class BlastQuantizer(LowBitQuantizer):
             self._dequantize(model, None)
             self.remove_quantization_config(model)
             return model
+        fuse_gated(model)
         self.record(model)
         self.postprocess_config(model)
         self.tag(model)
@@ -134,16 +138,31 @@ class BlastQuantizer(LowBitQuantizer):
     def arm(self, model: nn.Module) -> None:
         """Let the dense layers that the config asks for be pruned."""
         for found in find_sparse_targets(model, self.quantization_config):
-            become_masked(found.target.module, found.target.kind, found.layout, found.sparsity)
+            target = found.target
+            become_masked(target.module, target.kind, found.layout, found.sparsity, target.parameter)
         share_masks(model, self.quantization_config.share_gate_up_mask)
         if self.quantization_config.rest is not None:
             # a pattern that matches nothing is an error now, and not after training
             rest_targets(model, self.quantization_config)
 
     def pack(self, model) -> None:
-        """Keep live blocks only, in their bits, and round the rest: training has ended."""
+        """Keep live blocks only, in their bits, and round the rest: training has ended.
+
+        Raises ValueError, before anything is packed, for NaN or infinity in blocks that are to be rounded.
+        """
+        broken = [
+            f"`{name}`"
+            for name, weight in masked_modules(model)
+            if weight.layout.bits is not None and not bool(torch.isfinite(weight.oriented()).all())
+        ]
+        if broken:
+            raise ValueError(
+                f"the live blocks of {', '.join(broken)} are to be rounded, and the weights hold NaN or infinity: "
+                "training has diverged, or the checkpoint is damaged. Nothing was packed."
+            )
         for _, module in masked_modules(model):
             pack_blocks(module)
+        fuse_gated(model)
         rest = self.quantization_config.rest
         if rest is not None and rest.training is not None:
             self.quantization_config.rest = end_direct(model, rest)
@@ -166,9 +185,10 @@ class BlastQuantizer(LowBitQuantizer):
         """How a layer that is stored dense goes on: its layout (a file says how many blocks live, how they are
         balanced is the config's) and its target."""
         config = self.quantization_config
-        whole = layout.grid[1] if config.balance == "row" else layout.blocks
+        layout = replace(layout, balance=config.balance, live=0)
+        whole = layout.pool if config.balance == "row" else layout.blocks
         target = config.overrides.get(first_match(config.overrides, name), {}).get("sparsity", config.sparsity)
-        return replace(layout, balance=config.balance, live=whole), target
+        return replace(layout, live=whole), target
 
     def _tags(self) -> list[str]:
         return ["hf_lowbit", "block-sparse"]
@@ -213,10 +233,9 @@ def prune_once(model: nn.Module) -> None:
     """Keep the best blocks by norm (`one_shot`)."""
     for group in mask_groups(dict(masked_modules(model))):
         layout = group[0].layout
-        blocks = layout.grid[1] if layout.balance == "row" else layout.blocks
         scores = sum(block_scores(module.oriented(), layout.block) for module in group)
         for module in group:
-            module.mask = best_blocks(scores, kept_blocks(module.target, blocks), layout.balance)
+            module.mask = best_blocks(scores, kept_blocks(module.target, layout.pool), layout.balance)
             clear_module(module)
 
 
@@ -224,7 +243,7 @@ def prune_further(model: nn.Module, config: BlastConfig) -> None:
     """Let the sparse layers of a model be pruned to the targets of `config`. Raises ValueError for other blocks."""
     targets = {}
     for name, module in sparse_modules(model):
-        if isinstance(module, BlockModule) and module.layout.bits is not None:
+        if isinstance(module, BlockWeight) and module.layout.bits is not None:
             raise ValueError(
                 f"`{name}` holds its live blocks in {module.layout.bits} bits: blocks of codes can't be pruned "
                 "further. Call `model.dequantize()` first."
@@ -238,9 +257,10 @@ def prune_further(model: nn.Module, config: BlastConfig) -> None:
             )
         targets[name] = own.get("sparsity", config.sparsity)
     for name, module in list(sparse_modules(model)):
-        if isinstance(module, BlockModule):
+        if isinstance(module, BlockWeight):
             unpack_blocks(module, targets[name], config.balance)
-        module.target = targets[name]
+        else:
+            module.target = targets[name]
     share_masks(model, config.share_gate_up_mask)
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, BlastQuantizer):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..configs.blast import BlastConfig, BlockLayout
-from ..nn.block_sparse import BlockModule, block_tensors
+from ..nn.block_sparse import BlockWeight, block_tensors
 from ..nn.sparse_targets import KINDS
 from ..nn.sparsify import sparse_modules
 from ..nn.targets import Target, candidates
@@ -66,13 +67,13 @@ def check_blocks(model: nn.Module) -> None:
     """Raise ValueError when indices of blocks are out of range or do not ascend within a row, or scales are none."""
     problems = []
     for name, module in sparse_modules(model):
-        if not isinstance(module, BlockModule) or module._parameters["weight_col_indices"].device.type == "meta":
+        if not isinstance(module, BlockWeight) or module.held("_col_indices").device.type == "meta":
             continue
-        scale = module._parameters.get("weight_scale")
+        scale = module.held("_scale")
         if scale is not None and not bool((torch.isfinite(scale) & (scale > 0)).all()):
             problems.append(f"`{name}` has a scale that is not a positive number")
-        columns, pointers = module._parameters["weight_col_indices"], module._parameters.get("weight_row_pointers")
-        rows, width = module.layout.grid
+        columns, pointers = module.held("_col_indices"), module.held("_row_pointers")
+        *rows, width = module.layout.mask_shape
         if bool(((columns < 0) | (columns >= width)).any()):
             problems.append(f"`{name}` has block columns outside [0, {width})")
             continue
@@ -81,7 +82,7 @@ def check_blocks(model: nn.Module) -> None:
             if not ends or bool((pointers.diff() < 0).any()):
                 problems.append(f"`{name}` has row pointers that do not ascend from 0 to {columns.numel()}")
                 continue
-            row = torch.arange(rows, device=columns.device).repeat_interleave(pointers.diff().long())
+            row = torch.arange(math.prod(rows), device=columns.device).repeat_interleave(pointers.diff().long())
             columns = (row * width + columns.long()).view(1, -1)
         if bool((columns.diff(dim=-1) <= 0).any()):
             problems.append(f"`{name}` has block columns that do not ascend within a row")

@@ -16,6 +16,7 @@ from ..configs.dqt import DQTConfig
 from ..configs.lowbit import LowBitConfig
 from ..nn.arming import disarm
 from ..nn.packed import LowBitModule
+from ..nn.sparse_experts import MaskedStack
 from ..nn.sparsify import become_codes, become_masked_codes, masked_modules
 from ..nn.swap import convert, flatten_head
 from ..nn.targets import Target, decide, find_targets
@@ -43,6 +44,12 @@ def start_direct(model: nn.Module, config: BlastConfig) -> None:
     training, dtype = Training(None, rest.scale == "learned"), gradient_dtype(model, rest)
     targets = rest_targets(model, config)
     for name, module in masked_modules(model) if config.bits is not None else ():
+        if isinstance(module, MaskedStack):
+            raise ValueError(
+                f"`rest`=DQTConfig with `bits`={config.bits!r} trains the codes of live blocks, and `{name}` is a "
+                "stack of fused experts, whose codes can't be trained. Keep its blocks float (`bits`=None), or leave "
+                "the experts out by `modules_to_not_convert`."
+            )
         try:
             become_codes(module, config.bits, rest.group_size, training, dtype)
         except ValueError as error:

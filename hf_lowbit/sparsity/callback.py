@@ -12,7 +12,9 @@ run continues bit for bit.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +23,8 @@ from transformers.utils import logging
 
 from ..configs.blast import check_sparsity
 from ..functional.block_masks import GROWTHS, SCORES
-from ..nn.block_sparse import BlockModule
-from ..nn.sparsify import masked_modules, pack_blocks, settle_mask
+from ..nn.block_sparse import BlockWeight
+from ..nn.sparsify import masked_modules, pack_blocks, settle_mask, sparse_modules
 from .distillation import Distillation
 from .pruner import BlockPruner
 from .schedule import SHAPES, Schedule
@@ -32,6 +34,14 @@ logger = logging.get_logger(__name__)
 
 STATE_KEY = "hf_lowbit_blast"
 COMPUTES = ("auto", "dense", "sparse")
+
+
+def check_number(field: str, value: Any, what: str, fits: Callable[[int | float], bool]) -> None:
+    """Raise TypeError unless `value` is a number, ValueError unless it fits."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{field}`={value!r} must be {what}.")
+    if not fits(value):
+        raise ValueError(f"`{field}`={value!r} must be {what}.")
 
 
 class BlastCallback(TrainerCallback):
@@ -89,22 +99,20 @@ class BlastCallback(TrainerCallback):
         for field, value in (("step_size", step_size), ("total_steps", 1 if total_steps is None else total_steps)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"`{field}`={value!r} must be a positive integer.")
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)):
-            raise TypeError(f"`decay`={decay!r} must be a number of steps, or a share in [0, 1).")
-        if decay < 0 or (isinstance(decay, float) and decay >= 1):
-            raise ValueError(f"`decay`={decay!r} must be a number of steps, or a share in [0, 1).")
-        if isinstance(grow_fraction, bool) or not 0 <= grow_fraction < 1:
-            raise ValueError(f"`grow_fraction`={grow_fraction!r} is not in [0, 1).")
+        check_number("decay", decay, "a number of steps, or a share in [0, 1)", lambda n: n >= 0 and
+                     (isinstance(n, int) or n < 1))  # fmt: skip
+        check_number("grow_fraction", grow_fraction, "a number in [0, 1)", lambda n: 0 <= n < 1)
+        for field, value in (("reset_optimizer_state", reset_optimizer_state), ("pack", pack)):
+            if value is not True and value is not False:
+                raise TypeError(f"`{field}`={value!r} must be True or False.")
         self.step_size, self.decay, self.schedule = step_size, decay, schedule
         self.initial_sparsity = check_sparsity(initial_sparsity, "initial_sparsity")
         self.score, self.grow, self.grow_fraction = score, grow, grow_fraction
         self.reset_optimizer_state, self.compute = reset_optimizer_state, compute
         if teacher is not None and not isinstance(teacher, (nn.Module, str, os.PathLike)):
             raise TypeError(f"`teacher` must be a model, a folder or an id, got {type(teacher).__name__}.")
-        if isinstance(distill_weight, bool) or not 0 <= distill_weight <= 1:
-            raise ValueError(f"`distill_weight`={distill_weight!r} is not in [0, 1].")
-        if isinstance(temperature, bool) or not temperature > 0:
-            raise ValueError(f"`temperature`={temperature!r} must be positive.")
+        check_number("distill_weight", distill_weight, "a number in [0, 1]", lambda n: 0 <= n <= 1)
+        check_number("temperature", temperature, "a positive number", lambda n: 0 < n < float("inf"))
         self.teacher, self.distill_weight, self.temperature = teacher, distill_weight, temperature
         self.total_steps, self.pack = total_steps, pack
         self.pruner: BlockPruner | None = None
@@ -211,7 +219,7 @@ class BlastCallback(TrainerCallback):
         """Raise ValueError for what would train wrongly, or not at all."""
         modules = dict(masked_modules(model))
         if not modules:
-            packed = any(isinstance(module, BlockModule) for module in model.modules())
+            packed = any(isinstance(weight, BlockWeight) for _, weight in sparse_modules(model))
             raise ValueError(
                 "BlastCallback has no weight to prune: "
                 + (
@@ -223,7 +231,7 @@ class BlastCallback(TrainerCallback):
             )
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, module in modules.items():
-            weight = module._parameters["weight"]
+            weight = module.parameter
             if weight.requires_grad and id(weight) not in held:
                 raise ValueError(
                     f"`{name}.weight` is not in the Trainer's optimizer: it was made before the model was converted. "

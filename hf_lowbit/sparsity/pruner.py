@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..configs.blast import kept_blocks
-from ..functional.block_masks import block_scores, block_view, prune_and_grow
-from ..nn.masked import MaskedModule
+from ..functional.block_masks import block_scores, clear_dead_, prune_and_grow
 from ..nn.masked_codes import MaskedCodes
+from ..nn.masked_weight import MaskedWeight
 from ..nn.sparsify import clear_module, mask_groups, masked_modules
 from .schedule import Schedule
 
@@ -103,21 +103,20 @@ class BlockPruner:
         """Put saved masks back. Raises ValueError when they are of other layers or blocks."""
         for name, module in self.modules.items():
             mask = state.get(name)
-            if mask is None or tuple(mask.shape) != module.layout.grid:
+            if mask is None or tuple(mask.shape) != module.layout.mask_shape:
                 found = None if mask is None else tuple(mask.shape)
                 raise ValueError(
-                    f"the checkpoint's mask of `{name}` has shape {found}, the model's is {module.layout.grid}: "
+                    f"the checkpoint's mask of `{name}` has shape {found}, the model's is {module.layout.mask_shape}: "
                     "resume with the `block_size` and `targets` the run was started with."
                 )
-            module.mask = mask.to(device=module._parameters["weight"].device, dtype=torch.bool)
+            module.mask = mask.to(device=module.parameter.device, dtype=torch.bool)
 
-    def _update(self, group: list[MaskedModule], step: int, optimizer: torch.optim.Optimizer | None) -> None:
+    def _update(self, group: list[MaskedWeight], step: int, optimizer: torch.optim.Optimizer | None) -> None:
         """A new mask for the layers of `group`, by the sum of their scores."""
         module, layout = group[0], group[0].layout
         sparsity = self.schedule.sparsity(step, module.target)
-        blocks = layout.grid[1] if layout.balance == "row" else layout.blocks
         mask = prune_and_grow(
-            sum(self._scores(m) for m in group), self._gradient_scores(group), kept_blocks(sparsity, blocks),
+            sum(self._scores(m) for m in group), self._gradient_scores(group), kept_blocks(sparsity, layout.pool),
             "none" if step >= self.schedule.freeze else self.grow, self.schedule.grown(step), layout.balance,
         )  # fmt: skip
         for member in group:
@@ -128,22 +127,24 @@ class BlockPruner:
             if optimizer is not None and self.reset_optimizer_state:
                 reset_blocks(optimizer, member, changed)
 
-    def _scores(self, module: MaskedModule) -> Tensor:
+    def _scores(self, module: MaskedWeight) -> Tensor:
         weight = module.oriented().detach()
         return block_scores(weight, module.layout.block, self.score, self._mean_square(module))
 
-    def _mean_square(self, module: MaskedModule) -> Tensor | None:
+    def _mean_square(self, module: MaskedWeight) -> Tensor | None:
         if self.score != "act":
             return None
         if module.input_squares is None:
             # no token reached this layer in this step (or the last prune comes after training): every input counts
             # the same
-            sums = torch.ones(module.layout.in_features + 1, device=module._parameters["weight"].device)
+            sums = torch.ones(*module.layout.experts, module.layout.in_features + 1, device=module.parameter.device)
         else:
             sums = _summed(module.input_squares)
-        return sums[:-1] / sums[-1].clamp(min=1)
+        squares, count = sums[..., :-1], sums[..., -1:]
+        # the same for an expert that got no token
+        return torch.where(count > 0, squares / count.clamp(min=1), 1.0)
 
-    def _gradient_scores(self, group: list[MaskedModule]) -> Tensor | None:
+    def _gradient_scores(self, group: list[MaskedWeight]) -> Tensor | None:
         if not group[0].wants_dense_gradient:
             return None
         # every process has to take part in the sums, with or without a gradient of its own
@@ -151,9 +152,9 @@ class BlockPruner:
         return sum(block_scores(_summed(gradient), group[0].layout.block) for gradient in gradients)
 
 
-def reset_blocks(optimizer: torch.optim.Optimizer, module: MaskedModule, changed: Tensor) -> None:
-    """Zero the state of the blocks in `changed` [NB, KB]: the optimizer's, and that of direct updates."""
-    weight, layout = module._parameters["weight"], module.layout
+def reset_blocks(optimizer: torch.optim.Optimizer, module: MaskedWeight, changed: Tensor) -> None:
+    """Zero the state of the blocks in `changed` [..., NB, KB]: the optimizer's, and that of direct updates."""
+    weight, layout = module.parameter, module.layout
     direct = getattr(getattr(optimizer, "_hf_lowbit_callback", optimizer), "updater", None)
     if direct is not None:
         rows = changed.repeat_interleave(layout.block[0], 0)[: layout.out_features]
@@ -163,17 +164,8 @@ def reset_blocks(optimizer: torch.optim.Optimizer, module: MaskedModule, changed
             direct.forget(module._parameters["weight_scale"], rows)
     for tensor in optimizer.state.get(weight, {}).values():
         if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
-            oriented = tensor.t() if module.layout.transposed else tensor
-            _zero_blocks(oriented, changed, module.layout.block)
-
-
-def _zero_blocks(dense: Tensor, blocks: Tensor, block: tuple[int, int]) -> None:
-    view = block_view(dense, block)
-    if view.data_ptr() == dense.data_ptr() and view.numel() == dense.numel():
-        view.masked_fill_(blocks[:, None, :, None], 0)
-        return
-    cleared = view.masked_fill(blocks[:, None, :, None], 0).flatten(2, 3).flatten(0, 1)
-    dense.copy_(cleared[: dense.shape[0], : dense.shape[1]])
+            oriented = tensor.transpose(-1, -2) if layout.transposed else tensor
+            clear_dead_(oriented, ~changed, layout.block)
 
 
 def _summed(tensor: Tensor) -> Tensor:

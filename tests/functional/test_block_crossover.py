@@ -10,9 +10,9 @@ from benchmarks import crossover
 from benchmarks.record import RESULTS
 from hf_lowbit.functional import block_crossover, block_dispatch
 from hf_lowbit.functional.block_dispatch import BlockKernel, BlockProblem, explain_blocks
+from hf_lowbit.functional.block_masks import scatter
 from hf_lowbit.functional.blocks import block_linear, dense_of
 from hf_lowbit.functional.dispatch import use_kernel
-from hf_lowbit.nn.masked import scatter
 from tests.kernels.test_cpu_blocks import weights
 
 

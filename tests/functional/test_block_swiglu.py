@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import hf_lowbit.kernels  # noqa: F401
+from hf_lowbit.functional.block_masks import gather
 from hf_lowbit.functional.block_swiglu import block_swiglu
 from hf_lowbit.functional.blocks import dense_of
-from hf_lowbit.nn.masked import gather
 from tests.kernels.test_cpu_blocks import weights
 
 

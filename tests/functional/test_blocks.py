@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_lowbit.functional.block_masks import columns_of
-from hf_lowbit.functional.blocks import block_linear, gather_blocks, scatter_blocks
-from hf_lowbit.nn.masked import gather, scatter
+from hf_lowbit.functional.block_masks import columns_of, gather, scatter
+from hf_lowbit.functional.blocks import block_linear
 
 
 # one rounding of bfloat16 for the output, one for each part
@@ -73,9 +72,7 @@ def test_blocks_and_back(case, balance, device):
     weight, values, columns, pointers = layer(case, balance, device=device)
     shape = tuple(weight.shape)
     assert torch.equal(scatter(values, columns, pointers, shape, tuple(values.shape[-2:])), weight)
-    if pointers is None:
-        assert torch.equal(gather_blocks(weight, columns, tuple(values.shape[-2:])), values)
-        assert torch.equal(scatter_blocks(values, columns, shape), weight)
+    assert torch.equal(gather(weight, columns, pointers, tuple(values.shape[-2:])), values)
 
 
 def test_a_dead_block_row_gives_exact_zeros(device):

@@ -12,13 +12,13 @@ from hf_lowbit.functional.block_code_linear import (
 )
 from hf_lowbit.functional.block_codes import dequantize_blocks, quantize_blocks
 from hf_lowbit.functional.block_dispatch import choose_blocks, explain_blocks
+from hf_lowbit.functional.block_masks import scatter
 from hf_lowbit.functional.dispatch import use_kernel
 from hf_lowbit.functional.grid import grid_of
 from hf_lowbit.functional.packing import pack, unpack
 from hf_lowbit.kernels.cpu import library
 from hf_lowbit.kernels.cpu.blocks import run
 from hf_lowbit.kernels.cpu.record import TIERS, refuse_tier
-from hf_lowbit.nn.masked import scatter
 from tests.kernels.test_cpu_blocks import CASES, TOLERANCE, product, weights
 
 

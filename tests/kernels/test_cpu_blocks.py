@@ -8,13 +8,12 @@ import torch.nn.functional as F
 
 import hf_lowbit.kernels  # noqa: F401
 from hf_lowbit.functional.block_dispatch import BlockProblem, choose_blocks, explain_blocks
-from hf_lowbit.functional.block_masks import columns_of
+from hf_lowbit.functional.block_masks import columns_of, gather
 from hf_lowbit.functional.blocks import block_linear
 from hf_lowbit.functional.dispatch import use_kernel
 from hf_lowbit.kernels.cpu import library
 from hf_lowbit.kernels.cpu.blocks import run
 from hf_lowbit.kernels.cpu.record import TIERS, refuse_tier
-from hf_lowbit.nn.masked import gather
 
 
 # plain C is never chosen for blocks, but runs where it is called

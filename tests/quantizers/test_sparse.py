@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_lowbit as lb
 from hf_lowbit.functional.block_masks import best_blocks, block_scores
-from hf_lowbit.nn.block_sparse import BlockModule
+from hf_lowbit.nn.block_sparse import BlockWeight
 from hf_lowbit.nn.masked import MaskedModule
 from hf_lowbit.nn.sparsify import clear_module, masked_modules, sparse_modules
 from tests.quantizers.architectures import BY_ID
@@ -25,14 +25,15 @@ def pruned(architecture="llama", **fields):
     made = lb.quantize(BY_ID[architecture].build(), lb.BlastConfig(**given))
     for _, module in masked_modules(made):
         scores = block_scores(module.oriented(), module.layout.block)
-        row = module.layout.balance == "row"
-        count = max(1, round((1 - module.target) * (module.layout.grid[1] if row else module.layout.blocks)))
+        count = max(1, round((1 - module.target) * module.layout.pool))
         module.mask = best_blocks(scores, count, module.layout.balance)
         clear_module(module)
     return made
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bart", "t5-gated", "bert-masked-lm", "llama-tied"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gpt2", "bart", "t5-gated", "bert-masked-lm", "llama-tied", "mixtral", "gpt-oss"]
+)
 @pytest.mark.parametrize("balance", ["row", "none"])
 def test_save_and_reload(architecture, balance, tmp_path):
     zoo, made = BY_ID[architecture], pruned(architecture, balance=balance)
@@ -43,7 +44,7 @@ def test_save_and_reload(architecture, balance, tmp_path):
     made.save_pretrained(tmp_path)
     again = zoo.auto.from_pretrained(tmp_path)
     assert torch.equal(zoo(again), packed)
-    assert {n for n, m in sparse_modules(again) if isinstance(m, BlockModule)} == {n for n, _ in sparse_modules(made)}
+    assert {n for n, m in sparse_modules(again) if isinstance(m, BlockWeight)} == {n for n, _ in sparse_modules(made)}
     assert again.config.quantization_config == made.config.quantization_config
     assert again.num_parameters() == BY_ID[architecture].build().num_parameters() == made.num_parameters()
     again.dequantize()
@@ -144,7 +145,10 @@ def test_what_is_chosen(architecture, config, names):
         pytest.param("llama", {"overrides": {"ffn": {"sparsity": 0.5}}}, "`overrides` has 'ffn'", id="override"),
         pytest.param("llama", {"modules_to_not_convert": ["ffn"]}, "`modules_to_not_convert` has 'ffn'", id="skip"),
         pytest.param("llama", {"dense_layers": {"first": 2}}, "nothing of LlamaForCausalLM would be", id="nothing"),
-        pytest.param("mixtral", {}, "fused experts, .*no block-sparse form.*modules_to_not_convert", id="experts"),
+        pytest.param("mixtral", {"bits": 8, "rest": lb.DQTConfig(8)}, "fused experts, whose codes can't be trained",
+                     id="experts-codes-trained"),
+        pytest.param("mixtral", {"block_size": 128}, r"larger than the weight \[192, 64\] of `.*experts.gate_up_proj`",
+                     id="block-larger-than-expert"),
         pytest.param("mamba", {}, "nothing of MambaForCausalLM", id="mamba"),
     ],
 )  # fmt: skip

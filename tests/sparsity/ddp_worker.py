@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from hf_lowbit import DQTCallback
+from hf_lowbit.nn.block_sparse import BlockWeight
 from hf_lowbit.nn.sparsify import sparse_modules
 from tests.sparsity.runs import DIRECT, Watch, WatchCodes, callback, model, snapshot
 from tests.training.runs import Sentences, arguments
@@ -22,8 +23,12 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=int(rank), world_size=int(world))
     results = {}
-    for score, compute, fields in (("fro", "auto", {}), ("act", "sparse", {}), ("l1", "auto", DIRECT)):
-        made, watch = model(**fields), WatchCodes() if fields else Watch()
+    for score, compute, fields, architecture in (
+        ("fro", "auto", {}, "llama"),
+        ("act", "sparse", {}, "mixtral"),
+        ("l1", "auto", DIRECT, "llama"),
+    ):
+        made, watch = model(architecture, **fields), WatchCodes() if fields else Watch()
         direct = [DQTCallback()] if fields else []
         # other data on each process
         trainer = Trainer(
@@ -32,7 +37,7 @@ def main():
         )  # fmt: skip
         trainer.train()
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-        assert all(type(m).__name__ == "BlockSparseLinear" for _, m in sparse_modules(made))
+        assert all(isinstance(weight, BlockWeight) for _, weight in sparse_modules(made))
         results[score] = {"model": snapshot(made), "masks": watch.masks}
     torch.save(results, Path(folder) / f"result-{rank}.pt")
     dist.barrier()

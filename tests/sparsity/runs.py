@@ -36,7 +36,7 @@ def train(folder, made, blast, resume=None, watchers=(), **fields):
 def dead(module):
     """The numbers in the dead blocks of a masked layer."""
     view = block_view(module.oriented().detach(), module.layout.block)
-    return view.transpose(1, 2)[~module.mask]
+    return view.transpose(-3, -2)[~module.mask]
 
 
 class Watch(TrainerCallback):
@@ -47,8 +47,9 @@ class Watch(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         for _, module in masked_modules(model):
-            gradient = module.weight.grad.t() if module.layout.transposed else module.weight.grad
-            view = block_view(gradient, module.layout.block).transpose(1, 2)
+            gradient = module.weight.grad
+            gradient = gradient.transpose(-1, -2) if module.layout.transposed else gradient
+            view = block_view(gradient, module.layout.block).transpose(-3, -2)
             assert (view[~module.mask] == 0).all()
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
@@ -57,8 +58,8 @@ class Watch(TrainerCallback):
             moments = optimizer.state[module.weight]
             for key in ("exp_avg", "exp_avg_sq"):
                 if key in moments:
-                    tensor = moments[key].t() if module.layout.transposed else moments[key]
-                    assert (block_view(tensor, module.layout.block).transpose(1, 2)[~module.mask] == 0).all()
+                    tensor = moments[key].transpose(-1, -2) if module.layout.transposed else moments[key]
+                    assert (block_view(tensor, module.layout.block).transpose(-3, -2)[~module.mask] == 0).all()
         self.masks.append({name: module.mask.clone() for name, module in masked_modules(model)})
 
 

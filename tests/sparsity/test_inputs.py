@@ -187,3 +187,18 @@ def test_a_model_that_was_never_pruned_says_so(tmp_path):
     assert {layout.sparsity for layout in layouts.values()} == {0.0}
     assert {layout.form for layout in layouts.values()} == {"dense"}
     assert "0.0% of 8x8 blocks dead, being pruned to 75.0%" in str(lb.report(made))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"grow_fraction": "x"}, {"distill_weight": None}, {"pack": "no"}, {"reset_optimizer_state": 0}],
+    ids=str,
+)
+def test_options_of_a_wrong_type(options):
+    with pytest.raises(TypeError, match=f"`{next(iter(options))}`=.* must be"):
+        lb.BlastCallback(**options)
+
+
+def test_keys_of_overrides_are_names():
+    with pytest.raises(TypeError, match="`overrides` has the key 5"):
+        lb.BlastConfig(overrides={5: {"sparsity": 0.5}})

@@ -1,15 +1,23 @@
 """`share_gate_up_mask`: gate and up projections of a gated MLP lose the same blocks."""
 
+import copy
+import pickle
+
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import hf_lowbit as lb
+from hf_lowbit.functional import block_dispatch
 from hf_lowbit.functional.block_masks import best_blocks, block_scores
+from hf_lowbit.functional.blocks import reference_block_linear
+from hf_lowbit.nn.gated import GatedBlocks
 from hf_lowbit.nn.sparsify import masked_modules, sparse_modules
 from hf_lowbit.quantizers.sparse import prune_once
 from hf_lowbit.sparsity.pruner import BlockPruner
 from hf_lowbit.sparsity.schedule import Schedule
+from tests.quantizers.architectures import BY_ID
 from tests.sparsity.runs import DIRECT, callback, different, model, snapshot, train
 
 
@@ -95,3 +103,69 @@ def test_refusals(architecture, fields, message):
         model(architecture, share_gate_up_mask=True, **fields)
     with pytest.raises(TypeError, match="`share_gate_up_mask`=1 must be True or False"):
         lb.BlastConfig(share_gate_up_mask=1)
+
+
+class Fused:
+    """A kernel for the CPU that brings `swiglu`, as Triton's does for CUDA devices, and counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def swiglu(self, x, gate, up, columns, pointers, problem):
+        self.calls += 1
+        g, u = (reference_block_linear(x, values, columns, pointers, x.shape[1]) for values in (gate, up))
+        return F.silu(g) * u
+
+    def run(self, x, values, columns, pointers, problem, scale):
+        return reference_block_linear(x, values, columns, pointers, x.shape[1])
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    kernel = Fused()
+    monkeypatch.setattr(block_dispatch, "_kernels", list(block_dispatch._kernels))
+    monkeypatch.setattr(block_dispatch, "_choices", {})
+    block_dispatch.register_blocks(
+        block_dispatch.BlockKernel("fused", 999, lambda problem: None, kernel.run, None, kernel.swiglu)
+    )
+    return kernel
+
+
+@pytest.mark.parametrize("block_size", [8, (20, 16)], ids=["whole", "edges"])
+def test_one_product_for_gate_and_up(block_size, fused, tmp_path):
+    """Packed, pickled, reloaded, trained: wherever a kernel fuses, the MLP makes one call; dequantized, none."""
+    made = model(share_gate_up_mask=True, block_size=block_size)
+    BlockPruner(made, Schedule(1, 1)).finish()
+    ids = torch.tensor([[1, 5, 9, 33]])
+    wanted = copy.deepcopy(made).eval()(ids).logits
+    lb.freeze(made).save_pretrained(tmp_path)
+    for other in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made)),
+                  AutoModelForCausalLM.from_pretrained(tmp_path)):  # fmt: skip
+        before = fused.calls
+        torch.testing.assert_close(other.eval()(ids).logits, wanted, atol=1e-5, rtol=1e-4)
+        assert fused.calls == before + len(made.model.layers)
+    other.train()(ids, labels=ids).loss.backward()
+    assert (other.model.layers[0].mlp.gate_proj.weight.grad != 0).any()
+    before, plain = fused.calls, type(other.dequantize().model.layers[0].mlp)
+    assert plain is type(BY_ID["llama"].build().model.layers[0].mlp)
+    torch.testing.assert_close(other.eval()(ids).logits, wanted, atol=1e-5, rtol=1e-4)
+    assert fused.calls == before
+
+
+def test_who_watches_or_changes_a_layer_gets_two_products(fused):
+    made = model(share_gate_up_mask=True)
+    BlockPruner(made, Schedule(1, 1)).finish()
+    mlp, x = lb.freeze(made).eval().model.layers[0].mlp, torch.randn(2, 64)
+    assert isinstance(mlp, GatedBlocks) and mlp.is_fused(x)
+    handle = mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert not mlp.is_fused(x)
+    handle.remove()
+    assert mlp.is_fused(x) and not mlp.is_fused(x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not mlp.is_fused(x)
+    with torch.no_grad():
+        mlp.gate_proj.weight_col_indices[0, 0] ^= 1
+    assert not mlp.is_fused(x)
+    apart = model()
+    BlockPruner(apart, Schedule(1, 1)).finish()
+    assert not any(isinstance(module, GatedBlocks) for module in lb.freeze(apart).modules())

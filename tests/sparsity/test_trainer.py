@@ -277,6 +277,8 @@ def test_freezing_before_anything_was_pruned_is_refused():
         ({"initial_sparsity": 1.0}, "`initial_sparsity`=1.0"),
         ({"compute": "fast"}, "`compute`='fast'"),
         ({"total_steps": 0}, "`total_steps`=0"),
+        ({"decay": float("nan")}, "`decay`=nan must be"),
+        ({"temperature": float("inf")}, "`temperature`=inf must be"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_lowbit.functional.block_dispatch import BlockProblem
+from hf_lowbit.functional.block_masks import gather
 from hf_lowbit.functional.blocks import block_linear, problem_of, transpose_blocks
-from hf_lowbit.nn.masked import gather
 from tests.kernels.test_cpu_blocks import TOLERANCE, weights
 from tests.kernels.triton.conditions import need_interpreter
 
