@@ -31,11 +31,11 @@ _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @dataclass
 class _Pass:
-    """One backward pass: weights that have a gradient, how many were reduced, and what earlier passes left."""
+    """One backward pass: weights that had a gradient, how many were reduced, gradients that wait for their turn."""
 
     used: set[int] = field(default_factory=set)
     done: int = 0
-    earlier: dict[int, Tensor] = field(default_factory=dict)
+    waiting: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Reducer:
@@ -45,6 +45,8 @@ class Reducer:
         close_reducers(leaf.parameter for leaf in leaves)
         self.leaves, self.shards = leaves[::-1], shards
         self._passes: dict[int, _Pass] = {}
+        # while a new gradient is added, what earlier backward passes left
+        self._earlier: dict[int, RowGradient] = {}
         self._handles = []
         for index, leaf in enumerate(self.leaves):
             parameter = leaf.parameter
@@ -72,45 +74,42 @@ class Reducer:
 
     def _before(self, index: int) -> None:
         """The gradient of a weight is about to be added to what its `grad` holds."""
-        _set_aside(self._pass(), index, self.leaves[index].parameter)
+        parameter = self.leaves[index].parameter
+        if isinstance(parameter.grad, RowGradient):
+            self._earlier[index], parameter.grad = parameter.grad, None
 
     def _after(self, index: int) -> None:
-        current = self._pass()
+        current, leaf = self._pass(), self.leaves[index]
         current.used.add(index)
-        while current.done in current.used:
-            self._reduce(current, current.done)
+        # the whole gradient is no longer the parameter's: another pass, within this one, may come between
+        current.waiting[index], leaf.parameter.grad = leaf.gradient(), self._earlier.pop(index, None)
+        while current.done in current.waiting:
+            self._reduce(current.done, current.waiting.pop(current.done))
             current.done += 1
 
     @torch.no_grad()
-    def _reduce(self, current: _Pass, index: int) -> None:
-        leaf, parameter = self.leaves[index], self.leaves[index].parameter
-        part = self.shards.scatter_mean(leaf.gradient())
-        # let go of the whole before anything else is made
-        parameter.grad = None
-        earlier = current.earlier.pop(index, None)
-        parameter.grad = RowGradient(part if earlier is None else earlier.add_(part), self.shards, parameter.shape)
+    def _reduce(self, index: int, matrix: Tensor) -> None:
+        parameter = self.leaves[index].parameter
+        part = self.shards.scatter_mean(matrix)
+        if parameter.grad is None:
+            parameter.grad = RowGradient(part, self.shards, parameter.shape)
+        else:
+            parameter.grad.local.add_(part)
 
     @torch.no_grad()
     def _finish(self, current: _Pass) -> None:
-        count, had_none = len(self.leaves), set()
+        count, had_none = len(self.leaves), []
         for index in range(current.done, count):
-            parameter = self.leaves[index].parameter
-            if index not in current.used:
-                _set_aside(current, index, parameter)
-                had_none |= set() if index in current.earlier else {index}
-                parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            self._reduce(current, index)
+            matrix, leaf = current.waiting.pop(index, None), self.leaves[index]
+            if matrix is None:
+                matrix = leaf.parameter.new_zeros(leaf.all_rows, leaf.columns)
+                had_none += [index] if leaf.parameter.grad is None else []
+            self._reduce(index, matrix)
         device = self.leaves[0].parameter.device
         used = self.shards.sum(torch.tensor([int(index in current.used) for index in range(count)], device=device))
         for index in had_none:
             if not used[index]:
                 self.leaves[index].parameter.grad = None
-
-
-def _set_aside(current: _Pass, index: int, parameter: Tensor) -> None:
-    if isinstance(parameter.grad, RowGradient):
-        current.earlier[index] = parameter.grad.local
-        parameter.grad = None
 
 
 def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""One process of the tests of shared rows: `python -m tests.training.shard_worker <rank> <world> <port> <folder> <job>...`.
+"""One process of the tests of shared rows; `tests.processes.run_two` starts two.
 
 Each job trains twice from the same start, with and without sharing out gradients and states, and saves what the test
 compares.
