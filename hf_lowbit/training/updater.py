@@ -210,7 +210,9 @@ class Updater:
         unknown = sorted(set(state["weights"]) - set(self.leaves))
         if unknown:
             raise ValueError(f"the saved state is of another model: it has `{unknown[0]}`, which is not trained here.")
-        self.state, self._states = {k: v for k, v in state.items() if k != "part"} | self._part(), {}
+        # the caller's dict stays whole
+        kept = {k: v for k, v in state.items() if k != "part"}
+        self.state, self._states = {**kept, "weights": dict(state["weights"]), **self._part()}, {}
         for name in state["weights"]:
             self.states(self.leaves[name])
 
