@@ -230,7 +230,7 @@ def state_job(folder):
     other.load_state_dict(held["model"])
     other_optimizer.load_state_dict(held["optimizer"])
     on = step_odd(wrapped, optimizer, batch(5)), step_odd(other_wrapped, other_optimizer, batch(5))
-    save(folder, "state", {"said": said, "on": on, "file": held})
+    save(folder, "state", {"said": said, "on": on})
 
 
 def refused_job(folder):
