@@ -46,6 +46,12 @@ def key_of(seed: int, step: int, name: str) -> Key:
     return Key(*words)
 
 
+def shifted(key: Key, first: int) -> Key:
+    """The key of the rows from `first` on as a tensor of their own: its row 0 has the noise of row `first`."""
+    rows = (key.rows + first) & 0xFFFFFFFF
+    return Key(rows - (1 << 32) if rows >= 1 << 31 else rows, key.columns)
+
+
 def row_words(key: Key, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
     """A for the rows start..stop: int32 [stop - start, 1]."""
     return _mix(_counter(start, stop, key.rows, device)).unsqueeze(1)

@@ -58,7 +58,8 @@ class CodesParameter(Tensor):
         packed = self.packed
         codes = unpack(self.stored.view(packed.out_features, -1), grid_of(packed.scheme.bits), packed.in_features)
         dense = dequantize(codes, self.scale, self.zero_point, packed.scheme.block, self.dtype)
-        return dense.t() if packed.transposed else dense
+        # contiguous, as the strides that this tensor reports say
+        return dense.t().contiguous() if packed.transposed else dense
 
     def like(self, stored: Tensor, dtype: torch.dtype | None = None) -> CodesParameter:
         """The same weight over other bytes or in another dtype."""

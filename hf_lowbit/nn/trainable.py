@@ -143,7 +143,7 @@ def trainable_forward(module: TrainableModule, x: Tensor) -> Tensor:
     if not isinstance(weight, CodesParameter):
         raise ValueError(
             f"the weight of a trainable low-bit layer was replaced by a {type(weight).__name__}, as FSDP does: packed "
-            "weights can't be sharded. Train with DDP, which keeps whole replicas."
+            "weights can't be sharded. Train with DDP, and `shard_states`=True to share out gradients and states."
         )
     if torch.is_grad_enabled() and (weight.requires_grad or scale.requires_grad):
         return trainable_linear(x, weight, weight.stored, scale, parameters["weight_zero_point"], bias, form)

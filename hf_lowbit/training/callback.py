@@ -17,14 +17,17 @@ import sys
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from ..nn.arming import trainable_modules
 from .leaves import Leaf
 from .monitor import Monitor
 from .optimizer import STATE_KEY, DQTOptimizer
+from .reducer import Reducer, close_reducers, leave_out_of_ddp, left_out_of_ddp
 from .replicas import check_replicas, synchronize, world_size
-from .updater import Step, Updater, all_finite, direct_parameters
+from .shards import Shards, here
+from .updater import Step, Updater, all_finite, direct_codes, direct_parameters
 
 
 logger = logging.get_logger(__name__)
@@ -44,6 +47,9 @@ class DQTCallback(TrainerCallback):
         log_per_weight: log the rates of every weight too (default False).
         check_replicas_every: steps after which the replicas of a data-parallel run are compared (default 100; also at
             the start, at every save, and at the end).
+        shard_states: share out gradients and states of the low-bit weights over the processes of a DDP run, by rows
+            (default False; "adamw", "lion" and "sgd"): each holds 1 / processes of them, all hold the codes. Needs to
+            be in `Trainer(callbacks=[...])`.
         max_skips: stop with FloatingPointError after so many steps in a row (default 10) whose gradients are not
             finite; each such step is skipped, for the float parameters too.
         options: of the rule: `betas`, `eps`, `momentum`, ...; those of AdamW default to the Trainer's arguments.
@@ -65,6 +71,7 @@ class DQTCallback(TrainerCallback):
         log_per_weight: bool = False,
         check_replicas_every: int = 100,
         max_skips: int = 10,
+        shard_states: bool = False,
         **options,
     ):
         if learning_rate_scale <= 0:
@@ -72,7 +79,8 @@ class DQTCallback(TrainerCallback):
         if check_replicas_every < 1:
             raise ValueError(f"`check_replicas_every`={check_replicas_every!r} must be at least 1.")
         # checked here, before a model is loaded; the real one is made when training begins
-        Updater((), optimizer, state_bits, seed, max_skips, **options)
+        Updater((), optimizer, state_bits, seed, max_skips, Shards(0, 2) if shard_states else None, **options)
+        self.shard_states = shard_states
         self.optimizer, self.state_bits, self.seed, self.options = optimizer, state_bits, seed, options
         self.learning_rate_scale, self.log_per_weight = learning_rate_scale, log_per_weight
         self.check_replicas_every, self.max_skips = check_replicas_every, max_skips
@@ -80,6 +88,13 @@ class DQTCallback(TrainerCallback):
         self.last_step = Step()
         self._updater: Updater | None = None
         self._optimizer = None
+        self._reducer: Reducer | None = None
+        self._collected = False
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        # DDP is made before training begins, and looks once
+        shared = direct_codes(model) if self.shard_states and args.world_size > 1 else []
+        leave_out_of_ddp(model, [name for name, _ in shared])
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -91,7 +106,8 @@ class DQTCallback(TrainerCallback):
         if self.optimizer == "adamw":
             options = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, **options}
         seed = args.seed if self.seed is None else self.seed
-        updater = Updater(parameters, self.optimizer, self.state_bits, seed, self.max_skips, **options)
+        shards = here() if self.shard_states else None
+        updater = Updater(parameters, self.optimizer, self.state_bits, seed, self.max_skips, shards, **options)
         saved = inner.state.get(STATE_KEY)
         if saved is not None:
             # the optimizer's state was loaded before training began: this is a resumed run
@@ -103,14 +119,17 @@ class DQTCallback(TrainerCallback):
         inner._hf_lowbit_callback = self
         synchronize(parameters)
         check_replicas(parameters, state.global_step)
+        close_reducers(parameter for _, parameter in parameters)
+        self._reducer = Reducer(updater.shared(), shards) if shards else None
         self.monitor = Monitor(updater, self.log_per_weight)
-        _log_before_reports(self)
+        _take_places(self, [CollectStates(self)] if shards else [])
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         updater = self._updater
         if updater is None:
             return
-        if not self._all_finite(model):
+        self._keep_own_states()
+        if not all_finite([parameter.grad for parameter in model.parameters()], updater.shards):
             logger.warning(f"step {state.global_step + 1}: gradients are not finite numbers; the step is skipped.")
             # without a gradient no optimizer moves a parameter
             model.zero_grad(set_to_none=True)
@@ -135,8 +154,16 @@ class DQTCallback(TrainerCallback):
             state.log_history[-1].update(metrics)
 
     def on_save(self, args, state, control, **kwargs):
-        if self._updater is not None:
-            check_replicas(self._parameters, state.global_step)
+        if self._updater is None:
+            return
+        check_replicas(self._parameters, state.global_step)
+        if self._updater.shards and not self._collected and not args.save_only_model:
+            raise RuntimeError(
+                f"the checkpoint of step {state.global_step} lacks the states of the other processes: something asked "
+                "for it after all callbacks had been told of the step's end. Set `control.should_save` in "
+                "`on_step_end`, `on_epoch_end` or `on_evaluate`, or train without `shard_states`."
+            )
+        self._keep_own_states()
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._updater is None:
@@ -154,17 +181,27 @@ class DQTCallback(TrainerCallback):
         """The core while training runs: leaves, states, counts."""
         return self._updater
 
+    def collect_states(self) -> None:
+        """Put the states of all processes where process 0 will save them; every process must call it."""
+        if self._updater is not None and not self._collected:
+            whole = self._updater.whole_state()
+            self._optimizer.state[STATE_KEY] = self._updater.state if whole is None else whole
+            self._collected = True
+
+    def _keep_own_states(self) -> None:
+        self._optimizer.state[STATE_KEY] = self._updater.state
+        self._collected = False
+
     def _release(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer = None
         self._optimizer.__dict__.pop("_hf_lowbit_callback", None)
         self._updater = self._optimizer = None
 
     def _rates(self, leaf: Leaf) -> tuple[float, float]:
         group = self._groups[leaf.name]
         return float(group["lr"]) * self.learning_rate_scale, group.get("weight_decay", 0.0)
-
-    def _all_finite(self, model: nn.Module) -> bool:
-        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        return all_finite(grads)
 
     def _find_groups(self, optimizer, updater: Updater) -> dict[str, dict]:
         by_parameter = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -204,11 +241,41 @@ class DQTCallback(TrainerCallback):
         if getattr(args, "deepspeed", None):
             raise ValueError("`deepspeed` keeps gradients and states in shards of its own; train with DDP instead.")
         if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-            raise ValueError("`fsdp` can't shard packed weights yet; train with DDP instead (`fsdp`=None).")
+            raise ValueError(
+                "`fsdp` can't shard packed weights. Train with DDP (`fsdp`=None) and DQTCallback(shard_states=True): "
+                "codes are small, and gradients and states are shared out over the processes."
+            )
+        shared = {name for name, _ in direct_codes(model)} if self.shard_states and world_size() > 1 else set()
+        if left_out_of_ddp(model) != shared:
+            raise ValueError(
+                f"`shard_states`={self.shard_states}, and DDP wrapped the model before it was told so. Give "
+                "DQTCallback to `Trainer(callbacks=[...])`, not to `add_callback`, after freezing what is frozen."
+            )
 
 
-def _log_before_reports(callback: TrainerCallback) -> None:
-    """Move the callback before those that report to TensorBoard and others, so that they see its metrics.
+class CollectStates(TrainerCallback):
+    """The last to hear that a step, an epoch or an evaluation ended: if a checkpoint is to follow, the states that are
+    shared out are collected. Saving itself is done by process 0 alone, which could ask the others for nothing."""
+
+    def __init__(self, owner: DQTCallback):
+        self.owner = owner
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_save and not args.save_only_model:
+            self.owner.collect_states()
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.on_step_end(args, state, control)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        # whether this evaluation is the best, and so saved, is decided when all callbacks were told of it
+        if (control.should_save or args.save_strategy == SaveStrategy.BEST) and not args.save_only_model:
+            self.owner.collect_states()
+
+
+def _take_places(callback: DQTCallback, last: list[TrainerCallback]) -> None:
+    """Move the callback before those that report to TensorBoard and others, so that they see its metrics; put `last`
+    after all.
 
     Trainer puts a user's callbacks last and tells none of them who calls; the handler is found as the caller.
     """
@@ -216,7 +283,7 @@ def _log_before_reports(callback: TrainerCallback) -> None:
     while frame is not None:
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-            handler.callbacks.remove(callback)
-            handler.callbacks.insert(0, callback)
+            others = [c for c in handler.callbacks if c is not callback and not isinstance(c, CollectStates)]
+            handler.callbacks[:] = [callback, *others, *last]
             return
         frame = frame.f_back

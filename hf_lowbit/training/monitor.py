@@ -54,7 +54,7 @@ class Monitor:
         """Metrics since the last call, and warnings where they are out of a sensible band."""
         metrics: dict[str, float] = {"dqt/skipped_steps": self.skipped}
         leaves = [leaf for leaf in self.updater.codes() if leaf.name in self.totals]
-        count = sum(leaf.rows * leaf.columns for leaf in leaves)
+        count = sum(leaf.all_rows * leaf.columns for leaf in leaves)
         if self.steps and count:
             changed = sum(self.totals[leaf.name][0] for leaf in leaves)
             levels = sum(self.totals[leaf.name][1] for leaf in leaves)
@@ -65,7 +65,7 @@ class Monitor:
             share = sum(self.totals[leaf.name][1] / leaf.grid.levels for leaf in leaves) / count / self.steps
             self._warn(metrics["dqt/changed_rate"], share, lr)
             for leaf in leaves if self.per_weight else ():
-                size = leaf.rows * leaf.columns
+                size = leaf.all_rows * leaf.columns
                 metrics[f"dqt/changed_rate/{leaf.name}"] = self.totals[leaf.name][0] / size / self.steps
                 metrics[f"dqt/saturation_rate/{leaf.name}"] = saturated[leaf.name] / size
         if self.start:

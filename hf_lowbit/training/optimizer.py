@@ -18,6 +18,9 @@ from torch.optim import Optimizer
 
 from ..nn.slot import CodesParameter
 from .leaves import Leaf
+from .reducer import Reducer, close_reducers, leave_out_of_ddp
+from .replicas import same_everywhere, synchronize
+from .shards import here
 from .updater import Step, Updater
 
 
@@ -37,6 +40,10 @@ class DQTOptimizer(Optimizer):
         seed: of the rounding noise (default 0), the same on every process.
         release_gradients: update each weight in the backward pass, as soon as its gradient is there, and drop the
             gradient. No accumulation over backward passes, no clipping by global norm, one process.
+        shard_states: share out gradients and states over the processes of torch.distributed, by rows (default False;
+            "adamw", "lion" and "sgd"): each process holds 1 / processes of them, all hold the weights. Give the model
+            itself, after `init_process_group` and before DDP wraps it; DDP averages what is not shared out (vectors,
+            learned scales, small matrices). `consolidate_state_dict` comes before `state_dict`.
         max_skips: FloatingPointError after so many steps in a row (default 10) whose gradients are not finite; each
             such step is skipped as a whole.
         options: of the rule, such as `betas`, `eps`, `momentum` (`hf_lowbit/training/rules.py`).
@@ -46,7 +53,8 @@ class DQTOptimizer(Optimizer):
 
     Raises:
         TypeError, ValueError: for unknown options and values out of range, and for parameters that FSDP has sharded or
-            shards later (then at the first step).
+            shards later (then at the first step). RuntimeError: at the first step with `shard_states`, where nothing
+            averages what is not shared out; from `state_dict` before the states were consolidated.
     """
 
     def __init__(
@@ -59,20 +67,27 @@ class DQTOptimizer(Optimizer):
         seed: int | None = None,
         release_gradients: bool = False,
         max_skips: int = 10,
+        shard_states: bool = False,
         **options,
     ):
+        if shard_states:
+            _check_shareable(params, release_gradients)
+        shards = here() if shard_states else None
         if lr < 0 or weight_decay < 0:
             raise ValueError(f"`lr`={lr!r} and `weight_decay`={weight_decay!r} must not be negative.")
-        self._updater = Updater((), optimizer, state_bits, seed, max_skips, **options)
+        self._updater = Updater((), optimizer, state_bits, seed, max_skips, shards, **options)
         self.last_step = Step()
         self._groups: dict[str, int] = {}
         self._released: dict[str, object] = {}
         self._release = release_gradients
-        self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
+        self._whole: dict | None = None
+        self._consolidated = self._averaged = False
+        model = params if isinstance(params, nn.Module) else None
+        self._model = None if model is None else weakref.ref(model)
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
             _refuse_shards("accelerate is set up for FSDP")
-        if isinstance(params, nn.Module):
-            params = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
+        if model is not None:
+            params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         if not self._updater.codes():
             raise ValueError(
@@ -80,6 +95,8 @@ class DQTOptimizer(Optimizer):
                 "ordinary optimizer."
             )
         self.state[STATE_KEY] = self._updater.state
+        if model is not None:
+            self._share_out(model)
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -107,6 +124,8 @@ class DQTOptimizer(Optimizer):
         if self._released:
             return self._finish_released(loss)
         self._check_replaced()
+        self._check_averaged()
+        self._whole, self._consolidated = None, False
         self.last_step = self._updater.step(self._rates)
         return loss
 
@@ -115,12 +134,55 @@ class DQTOptimizer(Optimizer):
         """The core: leaves, states, counts."""
         return self._updater
 
+    def consolidate_state_dict(self) -> None:
+        """Collect the states that are shared out in the CPU's memory of process 0, whose `state_dict` then has them
+        all, until the next step. Every process must call it; without `shard_states` it does nothing."""
+        if self._updater.shards is not None:
+            self._whole, self._consolidated = self._updater.whole_state(), True
+
+    def state_dict(self) -> dict:
+        """As of any optimizer. With `shard_states` it is whole in process 0 and, in the others, good for nothing."""
+        if self._updater.shards is not None and self._updater.state["weights"] and not self._consolidated:
+            raise RuntimeError(
+                "the states are shared out over the processes: call `consolidate_state_dict()` in every process, then "
+                "`state_dict()`. In a Trainer, which saves from one process, use DQTCallback(shard_states=True)."
+            )
+        self.state[STATE_KEY] = self._whole or self._updater.state
+        try:
+            return super().state_dict()
+        finally:
+            self.state[STATE_KEY] = self._updater.state
+
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         saved = self.state.get(STATE_KEY)
         if saved is None:
             raise ValueError("the state dict is not one of DQTOptimizer; load one that it saved.")
         self._updater.load(saved)
+        self.state[STATE_KEY] = self._updater.state
+        self._whole, self._consolidated = None, False
+
+    def _share_out(self, model: nn.Module) -> None:
+        """Take the gradients of what is shared out from DDP, and undo what an earlier optimizer of the model did."""
+        close_reducers(model.parameters())
+        shared = {id(leaf.parameter): leaf for leaf in self._updater.leaves.values() if leaf.shared}
+        leave_out_of_ddp(model, [name for name, p in model.named_parameters() if id(p) in shared])
+        if shared:
+            # DDP sends process 0's weights, but for those that it leaves alone
+            synchronize((leaf.name, leaf.parameter) for leaf in shared.values())
+            Reducer(list(shared.values()), self._updater.shards)
+
+    def _check_averaged(self) -> None:
+        """Raise RuntimeError when the gradients of what is not shared out differ between processes; looks once."""
+        if self._updater.shards is None or self._averaged:
+            return
+        grads = [(leaf.name, leaf.parameter.grad) for leaf in self._updater.leaves.values() if not leaf.shared]
+        if not same_everywhere((name, grad) for name, grad in grads if grad is not None):
+            raise RuntimeError(
+                "with `shard_states`=True the processes have different gradients of what is not shared out, such as "
+                f"`{grads[0][0]}`: wrap the model in DistributedDataParallel after making the optimizer."
+            )
+        self._averaged = True
 
     def _check_replaced(self) -> None:
         """Raise ValueError when the parameters are no longer those of the model: sharding after the optimizer was made
@@ -174,6 +236,19 @@ class DQTOptimizer(Optimizer):
         return loss
 
 
+def _check_shareable(params, release_gradients: bool) -> None:
+    if not isinstance(params, nn.Module):
+        raise TypeError("`shard_states`=True needs the model, not parameters of it: DDP has to be told through it.")
+    if isinstance(params, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "`shard_states`=True needs the model before DistributedDataParallel wraps it: make the optimizer first."
+        )
+    if release_gradients:
+        raise ValueError(
+            "`release_gradients`=True works in one process; `shard_states`=True keeps a gradient's own rows only."
+        )
+
+
 def _is_sharded(parameter: Tensor) -> bool:
     """Is it one process's part of a parameter (a DTensor, or FSDP 1's flat parameter)?"""
     return hasattr(parameter, "device_mesh") or type(parameter).__name__ == "FlatParameter"
@@ -182,5 +257,5 @@ def _is_sharded(parameter: Tensor) -> bool:
 def _refuse_shards(found: str) -> None:
     raise ValueError(
         f"{found}: packed weights can't be sharded, and float shards of them would be trained in their place. Train "
-        "with DDP, which keeps whole replicas."
+        "with DDP and `shard_states`=True, which shares out gradients and states."
     )

@@ -28,7 +28,7 @@ def digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     for name, parameter in parameters:
         total.update(name.encode())
         for tensor in _tensors(parameter):
-            total.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            total.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return total.hexdigest()
 
 
@@ -46,8 +46,7 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
     """Raise RuntimeError when the processes hold different codes or scales. Every process must call it."""
     if world_size() == 1:
         return
-    digests: list = [None] * world_size()
-    dist.all_gather_object(digests, digest(parameters))
+    digests = _digests(parameters)
     if len(set(digests)) > 1:
         groups = {d: [rank for rank, other in enumerate(digests) if other == d] for d in digests}
         raise RuntimeError(
@@ -55,6 +54,17 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
             "Give every process the same `seed` and model, let DDP average the gradients of every step, and let "
             "nothing else write to the weights."
         )
+
+
+def same_everywhere(tensors: Iterable[tuple[str, Tensor]]) -> bool:
+    """Do all processes hold the same tensors, bit for bit? Every process must call it."""
+    return len(set(_digests(tensors))) == 1
+
+
+def _digests(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    found: list = [None] * world_size()
+    dist.all_gather_object(found, digest(tensors))
+    return found
 
 
 def _tensors(parameter: Tensor) -> list[Tensor]:

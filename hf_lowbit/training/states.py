@@ -28,20 +28,28 @@ def check_state_bits(bits: int) -> None:
 
 
 class States:
-    """The moments that `rule` keeps for a weight of `rows` x `columns`.
+    """The moments that `rule` keeps for a weight of `rows` x `columns`, of its rows `own` where these are given.
 
-    `tensors` is the dict described above; give one that was saved to continue from it.
+    `tensors` is the dict described above; give one that was saved, of all rows, to continue from it.
     """
 
-    def __init__(self, rule: Rule, rows: int, columns: int, bits: int, device, tensors: dict | None = None):
+    def __init__(
+        self,
+        rule: Rule,
+        rows: int,
+        columns: int,
+        bits: int,
+        device,
+        tensors: dict | None = None,
+        own: slice | None = None,
+    ):
         self.rule, self.columns = rule, columns
         self.bits = bits if rows * columns >= SMALLEST else 32
-        expected = self._empty(rows, columns, device)
         if tensors is None:
-            tensors = expected
+            tensors = self._empty(rows if own is None else own.stop - own.start, columns, device)
         else:
-            _check_saved(tensors, expected)
-            tensors = {name: v if name == "t" else v.to(device) for name, v in tensors.items()}
+            _check_saved(tensors, self._empty(rows, columns, "meta"))
+            tensors = {name: v if name == "t" else _part(v, own).to(device) for name, v in tensors.items()}
         self.tensors = tensors
 
     @property
@@ -102,6 +110,11 @@ class States:
             tensors[name] = torch.zeros(rows, width, dtype=torch.uint8, device=device)
             tensors[f"{name}_base"] = torch.zeros(rows, blocks, dtype=torch.int16, device=device)
         return tensors
+
+
+def _part(tensor: Tensor, own: slice | None) -> Tensor:
+    # a copy, so that the whole can go
+    return tensor if own is None else tensor[own].clone()
 
 
 def _check_saved(saved: dict, expected: dict) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..functional.noise import column_words, key_of, more_words, row_words, words
+from ..functional.noise import column_words, key_of, more_words, row_words, shifted, words
 from ..functional.update import Step, Update, UpdateKernel, Weight, choose_update
 from .leaves import CodesLeaf, Leaf, Moved, ScaleLeaf
 from .rules import Rule
@@ -35,11 +35,12 @@ def step_leaf(
     """
     states.tensors["t"] += 1
     t = states.tensors["t"]
+    key = shifted(key_of(seed, step, leaf.name), leaf.own.start)
     kernel = fused(leaf, grad.dtype, rule, states)
     if kernel is not None:
-        weight = Weight(leaf.bytes(), leaf.parameter.scale, leaf.parameter.zero_point)
+        weight = Weight(leaf.bytes(), *leaf.scales())
         constants = rule.constants(t)
-        made = Step(constants, key_of(seed, step, leaf.name), -rule.rate(lr, t, leaf.weight_rms, None), lr * decay)
+        made = Step(constants, key, -rule.rate(lr, t, leaf.weight_rms, None), lr * decay)
         moved = Moved(*kernel.run(describe(leaf, grad.dtype, rule, states), weight, grad, states.tensors, made))
         # torch saw no write: forms of the weight that evaluation keeps would stay what they were
         torch.autograd.graph.increment_version(weight.stored)
@@ -48,7 +49,6 @@ def step_leaf(
     per_chunk = leaf.rows if rule.whole else max(1, chunk_size(device) // max(1, leaf.columns))
     noisy = leaf.needs_noise or states.needs_noise
     if noisy:
-        key = key_of(seed, step, leaf.name)
         columns = column_words(key, leaf.columns, device)
         every_row = row_words(key, 0, leaf.rows, device)
     changed, levels, layerwise = 0, 0.0, getattr(rule, "layerwise", False)

@@ -19,6 +19,7 @@ from ..functional.update import UpdateKernel, explain_update
 from ..nn.slot import CodesParameter
 from .leaves import CodesLeaf, Leaf, Moved, make_leaf
 from .rules import make_rule
+from .shards import Shards, local_part
 from .states import States, check_state_bits
 from .step import describe, fused, step_leaf
 
@@ -47,6 +48,7 @@ class Updater:
         state_bits: 32, 16, 8 or 4 bits a moment.
         seed: of the rounding noise; the same on every process.
         max_skips: after so many steps in a row with gradients that are no finite numbers, FloatingPointError.
+        shards: this process's place among those that share out gradients, states and steps by rows; None: it does all.
     """
 
     def __init__(
@@ -56,14 +58,21 @@ class Updater:
         state_bits: int = 32,
         seed: int | None = None,
         max_skips: int = 10,
+        shards: Shards | None = None,
         **options,
     ):
         check_state_bits(state_bits)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"`seed`={seed!r} must be an integer or None.")
         self.rule, self.state_bits, self.max_skips = make_rule(optimizer, options), state_bits, max_skips
+        self.shards = shards
+        if shards is not None and self.rule.whole:
+            raise ValueError(
+                f"`shard_states`=True shares out rows, and `optimizer`={optimizer!r} needs sums over whole matrices; "
+                'use "adamw", "lion" or "sgd".'
+            )
         seed = SEED if seed is None else seed
-        self.state = {"step": 0, "skipped": 0, "seed": seed, "optimizer": optimizer, "weights": {}}
+        self.state = {"step": 0, "skipped": 0, "seed": seed, "optimizer": optimizer, "weights": {}} | self._part()
         self.leaves: dict[str, Leaf] = {}
         self._states: dict[str, States] = {}
         for name, parameter in parameters:
@@ -74,16 +83,19 @@ class Updater:
         name = plain_name(name)
         if name in self.leaves:
             raise ValueError(f"two parameters are named {name!r}; names tell their noise and their states apart.")
-        self.leaves[name] = make_leaf(name, parameter)
+        self.leaves[name] = make_leaf(name, parameter, self.shards)
 
     def codes(self) -> list[CodesLeaf]:
         """The low-bit weights among the leaves."""
         return [leaf for leaf in self.leaves.values() if isinstance(leaf, CodesLeaf)]
 
+    def shared(self) -> list[Leaf]:
+        """The leaves whose rows are shared out."""
+        return [leaf for leaf in self.leaves.values() if leaf.shared]
+
     def finite(self) -> bool:
-        """Are all gradients finite numbers?"""
-        grads = [leaf.parameter.grad for leaf in self.leaves.values() if leaf.parameter.grad is not None]
-        return all_finite(grads)
+        """Are all gradients finite numbers, in every process?"""
+        return all_finite([leaf.parameter.grad for leaf in self.leaves.values()], self.shards)
 
     def step(self, rates: Callable[[Leaf], tuple[float, float]]) -> Step:
         """Move every weight that has a gradient; `rates(leaf)` gives (learning rate, weight decay).
@@ -107,7 +119,21 @@ class Updater:
         else:
             found = [self.move(leaf, *rates(leaf)) for leaf in leaves]
         moved |= {leaf.name: m for leaf, m in zip(leaves, found, strict=True) if isinstance(leaf, CodesLeaf)}
-        return Step(moved=moved)
+        return Step(moved=self.gather(moved) if self.shards else moved)
+
+    def gather(self, moved: dict[str, Moved]) -> dict[str, Moved]:
+        """Give every process the rows that the others have moved; what all together did."""
+        with torch.no_grad():
+            for leaf in self.shared():
+                if leaf.parameter.grad is not None:
+                    self.shards.gather_(leaf.whole())
+                    written = leaf.parameter.stored if isinstance(leaf, CodesLeaf) else leaf.parameter
+                    torch.autograd.graph.increment_version(written)
+        if not moved:
+            return moved
+        device = self.leaves[next(iter(moved))].parameter.device
+        counts = self.shards.sum(torch.tensor(list(moved.values()), dtype=torch.float64, device=device)).tolist()
+        return {name: Moved(int(changed), levels) for name, (changed, levels) in zip(moved, counts, strict=True)}
 
     def kernel(self, leaf: Leaf) -> UpdateKernel | None:
         """The fused kernel that moves a weight which has a gradient, or None for torch."""
@@ -129,6 +155,10 @@ class Updater:
     def move(self, leaf: Leaf, lr: float, decay: float) -> Moved:
         """Move one weight, as part of the step that `begin` counted."""
         state = self.state
+        if not leaf.rows:
+            # other processes hold all of them
+            self.states(leaf).tensors["t"] += 1
+            return Moved()
         return step_leaf(
             leaf, leaf.gradient(), self.rule, self.states(leaf), float(lr), float(decay), state["seed"], state["step"]
         )
@@ -148,7 +178,9 @@ class Updater:
         if leaf.name not in self._states:
             saved = self.state["weights"].get(leaf.name)
             try:
-                made = States(self.rule, leaf.rows, leaf.columns, self.state_bits, leaf.parameter.device, saved)
+                own = leaf.own if leaf.shared else None
+                device = leaf.parameter.device
+                made = States(self.rule, leaf.all_rows, leaf.columns, self.state_bits, device, saved, own)
             except ValueError as error:
                 raise ValueError(f"`{leaf.name}`: {error}.") from None
             self._states[leaf.name] = made
@@ -161,7 +193,7 @@ class Updater:
         for leaf in self.leaves.values():
             if leaf.parameter is parameter and leaf.name in self.state["weights"]:
                 transposed = isinstance(leaf, CodesLeaf) and leaf.packed.transposed
-                self.states(leaf).clear(where.t() if transposed else where)
+                self.states(leaf).clear((where.t() if transposed else where)[leaf.own])
 
     def load(self, state: dict) -> None:
         """Continue from a saved `state`. Raises ValueError when it is of another optimizer or another model."""
@@ -170,20 +202,46 @@ class Updater:
                 f"the saved state is of `optimizer`={state.get('optimizer')!r}, this run has "
                 f"{self.state['optimizer']!r}. Resume with the same one, or start without its state."
             )
+        if state.get("part") and state["weights"]:
+            raise ValueError(
+                f"the saved state is that of process {state['part']}, without the rows of the others. Call "
+                "`consolidate_state_dict()` in every process before `state_dict()`."
+            )
         unknown = sorted(set(state["weights"]) - set(self.leaves))
         if unknown:
             raise ValueError(f"the saved state is of another model: it has `{unknown[0]}`, which is not trained here.")
-        self.state, self._states = state, {}
+        # the caller's dict stays whole
+        kept = {k: v for k, v in state.items() if k != "part"}
+        self.state, self._states = {**kept, "weights": dict(state["weights"]), **self._part()}, {}
         for name in state["weights"]:
             self.states(self.leaves[name])
 
+    def whole_state(self) -> dict | None:
+        """The state with the rows of all processes, in the CPU's memory of process 0; None in the others, which must
+        call it too."""
+        weights, shared = {}, {leaf.name: leaf for leaf in self.shared()}
+        for name, tensors in self.state["weights"].items():
+            leaf = shared.get(name)
+            if leaf is not None:
+                rows = leaf.all_rows
+                tensors = {k: t if k == "t" else self.shards.collect(t, rows) for k, t in tensors.items()}
+            weights[name] = tensors
+        whole = {key: value for key, value in self.state.items() if key != "part"}
+        return {**whole, "weights": weights} if self.shards.rank == 0 else None
 
-def all_finite(tensors: list[Tensor]) -> bool:
-    """Are all numbers finite? A sum is fast and shows NaN and infinity; one that overflowed is looked at again."""
-    if not tensors:
+    def _part(self) -> dict:
+        return {} if self.shards is None else {"part": f"{self.shards.rank} of {self.shards.world}"}
+
+
+def all_finite(tensors: list[Tensor | None], shards: Shards | None = None) -> bool:
+    """Are all numbers finite, in every process? A sum is fast and shows NaN and infinity; where one overflowed, all
+    are looked at."""
+    held = [local_part(tensor.detach()) for tensor in tensors if tensor is not None]
+    if not held:
         return True
-    sums = torch.stack([tensor.detach().sum(dtype=torch.float32) for tensor in tensors])
-    return bool(torch.isfinite(sums).all()) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in held])
+    finite = bool(torch.isfinite(sums).all()) or all(bool(torch.isfinite(tensor).all()) for tensor in held)
+    return finite if shards is None else shards.all(finite, held[0].device)
 
 
 def plain_name(name: str) -> str:
@@ -202,3 +260,8 @@ def direct_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
         if parameter.requires_grad
         and (isinstance(parameter, CodesParameter) or getattr(parameter, "_hf_lowbit_scale", False))
     ]
+
+
+def direct_codes(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(name as the model has it, parameter) of the low-bit weights that take gradients."""
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad and isinstance(p, CodesParameter)]

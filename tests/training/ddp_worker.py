@@ -4,8 +4,6 @@ All jobs run in one pair of processes, since starting them is what takes time. E
 of its rank and saves what the test compares.
 """
 
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -16,14 +14,11 @@ from transformers import Trainer, TrainerCallback
 import hf_lowbit as lb
 from hf_lowbit.training.replicas import check_replicas, synchronize
 from hf_lowbit.training.updater import direct_parameters
+from tests.processes import save, work
 from tests.training.runs import MODES, Sentences, arguments, model, snapshot
 
 
 STEPS = 50
-
-
-def save(folder, name, content):
-    torch.save(content, Path(folder) / f"{name}-{dist.get_rank()}.pt")
 
 
 class Desynchronize(TrainerCallback):
@@ -157,19 +152,5 @@ def release_job(folder):
         save(folder, "release", str(error))
 
 
-def main():
-    rank, world, port, folder = sys.argv[1:5]
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    torch.set_num_threads(1)
-    torch.manual_seed(int(rank))
-    dist.init_process_group("gloo", rank=int(rank), world_size=int(world))
-    for job in sys.argv[5:]:
-        name, _, argument = job.partition(":")
-        globals()[f"{name}_job"](folder, *filter(None, [argument]))
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    work(globals())

@@ -5,7 +5,7 @@ import torch
 
 import hf_lowbit as lb
 from hf_lowbit.training.mllog import read_log, read_result
-from tests.processes import run_two
+from tests.processes import run_two, saved
 from tests.training.runs import Sentences, different, model, snapshot
 
 
@@ -25,7 +25,7 @@ JOBS = (
 def run(folder, *jobs):
     """Run jobs in two processes; what each process saved, by job."""
     run_two("tests.training.ddp_worker", str(folder), *jobs)
-    return {job: [torch.load(folder / f"{job}-{r}.pt", weights_only=False) for r in range(2)] for job in jobs}
+    return saved(folder, *jobs)
 
 
 @pytest.fixture(scope="module")
