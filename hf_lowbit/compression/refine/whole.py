@@ -3,8 +3,8 @@
     min over scales, norms, biases    mean over tokens KL(softmax(dense logits) || softmax(logits))
 
 at temperature 1, codes fixed unless they are asked to move (the end-to-end stage of EfficientQAT, Chen et al. 2024,
-section 3.3, with distillation in place of labels). Models without logits match their last hidden state, or their embeddings (CLIP):
-|h - h_dense|^2 / |h_dense|^2 a token.
+section 3.3, with distillation in place of labels). Models without logits match their last hidden state, or their
+embeddings (CLIP): |h - h_dense|^2 / |h_dense|^2 a token.
 
 The loss on held-out batches, of the low-bit model as it is stored, is taken before the first step and at regular
 intervals; the tensors of the best are what remains, bit for bit, and the start is one of the candidates.
