@@ -15,6 +15,7 @@ NAMES = (
     "blocks",
     "experts",
     "generate",
+    "shared_input",
     "sparse_decode",
     "linear",
     "quality",

@@ -20,6 +20,7 @@ from ..nn.masked_codes import MaskedCodes
 from ..nn.names import first_match
 from ..nn.packed import LowBitModule, PackedWeight
 from ..nn.rules import default_reasons, find_reason, hard_reasons, tied_groups
+from ..nn.sharing import explain_sharing
 from ..nn.targets import candidates, obstacle
 from ..nn.trainable import TrainableModule
 from .table import megabytes, render_table
@@ -46,6 +47,8 @@ class ModuleReport:
     sparsity: float | None = None
     block: tuple[int, int] | None = None
     block_bits: str | int | None = None
+    # with whom the layer shares the preparation of its input, or why not; None before calls of several rows
+    sharing: str | None = None
 
 
 @dataclass
@@ -68,7 +71,8 @@ class Report:
         header = ["weights", "count", "parameters", "share", "MB", "bits/weight", "activations", "kernel", "why"]
         groups: dict[tuple, list[ModuleReport]] = {}
         for m in self.modules:
-            groups.setdefault((m.scheme, m.kernel, m.reason), []).append(m)
+            why = m.reason if m.sharing is None else f"{m.reason}; {m.sharing}"
+            groups.setdefault((m.scheme, m.kernel, why), []).append(m)
         rows = []
         for (scheme, kernel, reason), members in groups.items():
             parameters, size = sum(m.parameters for m in members), sum(m.bytes for m in members)
@@ -102,6 +106,7 @@ def report(model: nn.Module) -> Report:
         raise TypeError(f"`model` must be a torch module, got {type(model).__name__}.")
     why_dense, dtype = _reasons(model), compute_dtype(model)
     modules, seen = [], set()
+    names = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         lowbit = module.lowbit if isinstance(module, LowBitModule) else {}
         companions = set(module.companions()) if lowbit else set()
@@ -115,7 +120,9 @@ def report(model: nn.Module) -> Report:
             if parameter == "weight" and isinstance(module, (BlockModule, MaskedModule)):
                 modules.append(_sparse_row(full, module, dtype))
             elif parameter in lowbit:
-                modules.append(_lowbit_row(full, module, parameter, lowbit[parameter], dtype))
+                row = _lowbit_row(full, module, parameter, lowbit[parameter], dtype)
+                row.sharing = explain_sharing(module, names)
+                modules.append(row)
             else:
                 size = tensor.numel() * tensor.element_size()
                 reason = why_dense(name, module, parameter)
