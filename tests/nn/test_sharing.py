@@ -1,14 +1,10 @@
-"""Layers that read the same x share its preparation: who is found, when nothing is shared, and that results are those
-of the layers alone, whatever happens between two of them.
+"""Layers that read the same x share its preparation: who is found, when nothing is shared, and that results are
+those of the layers alone, whatever happens between two of them.
 
 `products` counts: a shared call makes the products of all layers in one call of the kernel.
 """
 
 import copy
-import gc
-import io
-import threading
-import weakref
 
 import pytest
 import torch
@@ -17,76 +13,16 @@ from torch import nn
 import hf_lowbit as lb
 from hf_lowbit.functional import several
 from hf_lowbit.functional.dispatch import use_kernel
-from hf_lowbit.kernels import separate_products
 from hf_lowbit.kernels.cpu import library
 from hf_lowbit.nn import sharing
 from tests.nn.models import random
+from tests.nn.neighbours import ROWS, WIDTH, Attention, alone, attention, learned, reasons
 
 
-pytestmark = pytest.mark.skipif(library.load().handle is None, reason="only kernels of the C library share")
-WIDTH, ROWS = 64, sharing.FEWEST_ROWS
-
-
-class Attention(nn.Module):
-    """q, k and v read x, o reads what they give."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, n) for n in (WIDTH, 32, 32, WIDTH))
-
-    def forward(self, x, between=lambda: None):
-        q = self.q(x)
-        between()
-        k, v = self.k(x), self.v(x)
-        return self.o(q + torch.cat([k, v], -1))
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """Numbers of weights of the shared calls since the last look."""
-    counts = []
-
-    def count(x, weights, *rest):
-        results = several.linear_several(x, weights, *rest)
-        if not isinstance(results, str):
-            counts.append(len(weights))
-        return results
-
-    def look():
-        seen = list(counts)
-        counts.clear()
-        return seen
-
-    monkeypatch.setattr(sharing, "linear_several", count)
-    return look
-
-
-def attention(bits=4, group_size=32, **fields):
-    return lb.quantize(Attention().eval(), lb.LowBitConfig(bits=bits, group_size=group_size, **fields))
-
-
-def learned(**fields):
-    """A model that has seen enough calls to know who reads the same input, and to give up on `o`."""
-    model = attention(**fields)
-    for seed in range(sharing.TRIES + 1):
-        model(random(1, ROWS, WIDTH, seed=seed))
-    return model
-
-
-def alone(model, x, *rest):
-    with separate_products():
-        return model(x, *rest)
-
-
-def reasons(model):
-    return {row.name: row.sharing for row in lb.report(model).modules if row.scheme is not None}
+pytestmark = [
+    pytest.mark.skipif(library.load().handle is None, reason="only kernels of the C library share"),
+    pytest.mark.usefixtures("no_gradients"),
+]
 
 
 def test_who_reads_the_same_input_is_found_at_the_second_call(products):
@@ -254,104 +190,3 @@ def test_products_that_nobody_takes_end_the_sharing(products):
         x = random(1, ROWS, WIDTH, seed=seed)
         assert torch.equal(model(x), alone(model, x))
     assert products() == []
-
-
-def test_products_go_with_the_input():
-    model = learned()
-    x = random(1, ROWS, WIDTH)
-    model.q(x)
-    waiting = [weakref.ref(product[0]) for product in sharing._thread.input.products.values()]
-    assert len(waiting) == 2 and all(ref() is not None for ref in waiting)
-    del x
-    assert all(ref() is None for ref in waiting)
-
-
-def test_layers_and_inputs_are_not_kept_alive():
-    model = learned()
-    x = random(1, ROWS, WIDTH)
-    model(x)
-    seen = weakref.ref(x), weakref.ref(model.q), weakref.ref(model.k), weakref.ref(model.k.weight)
-    del model, x
-    gc.collect()
-    assert [ref() for ref in seen] == [None] * 4
-
-
-def test_copies_and_pickles_hold_ordinary_layers(products):
-    model = learned()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    x = random(1, ROWS, WIDTH)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False), copy.copy(model)):
-        assert set(other.state_dict()) == set(attention().state_dict())
-        assert torch.equal(other(x), alone(model, x))
-    alone_copy = copy.deepcopy(model.k)
-    assert alone_copy.__dict__["sharing"] is None and torch.equal(alone_copy(x), model.k(x))
-    other = copy.deepcopy(model)
-    products()
-    for seed in range(2):
-        other(random(1, ROWS, WIDTH, seed=seed))
-    assert products() == [3]
-
-
-def test_a_layer_that_became_dense_is_left_out(products):
-    from hf_lowbit.nn.swap import restore_dense
-
-    model, x = learned(), random(1, ROWS, WIDTH)
-    restore_dense([model.k], torch.float32)
-    products()
-    for seed in range(3):
-        x = random(1, ROWS, WIDTH, seed=seed)
-        assert torch.equal(model(x), alone(model, x))
-    assert "sharing" not in model.k.__dict__ and set(products()) == {2}
-
-
-def test_a_layer_whose_weights_are_elsewhere_is_left_out(products):
-    model = learned()
-    products()
-    x = random(1, ROWS, WIDTH)
-    weight = model.k.weight
-    model.k.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
-
-    def fetch():
-        model.k.weight = weight
-
-    assert torch.equal(model(x, fetch), alone(model, x)) and products() == []
-
-
-def test_threads_share_a_model():
-    model, wrong = attention(), []
-    inputs = [random(1, ROWS + i % 3, WIDTH, seed=i) for i in range(8)]
-    expected = [alone(model, x) for x in inputs]
-
-    def work(start):
-        with torch.no_grad():
-            for i in range(start, start + 60):
-                if not torch.equal(model(inputs[i % 8]), expected[i % 8]):
-                    wrong.append(i)
-
-    workers = [threading.Thread(target=work, args=(start,)) for start in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
-
-
-def test_a_product_is_for_the_thread_that_made_it(products):
-    model = learned()
-    x = random(1, ROWS, WIDTH)
-    model.q(x)
-    products()
-    results = []
-
-    def work():
-        with torch.no_grad():
-            results.append(model.k(x))
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    worker.join()
-    assert len(sharing._thread.input.products) == 2
-    assert torch.equal(results[0], model.k(x))
-    assert len(sharing._thread.input.products) == 1
