@@ -16,6 +16,7 @@ NAMES = (
     "shared_mask",
     "experts",
     "generate",
+    "shared_input",
     "sparse_decode",
     "linear",
     "quality",

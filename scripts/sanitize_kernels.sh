@@ -25,4 +25,4 @@ env HF_LOWBIT_LIBRARY="$folder/_lowbit_cpu.so" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
     "$python" -m pytest -q -s -p no:cacheprovider tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_input.py \
     tests/kernels/test_cpu_threads.py tests/kernels/test_cpu_amx.py tests/kernels/test_cpu_digits.py \
-    tests/kernels/test_cpu_rows.py tests/kernels/test_cpu_experts.py "$@"
+    tests/kernels/test_cpu_rows.py tests/kernels/test_cpu_experts.py tests/kernels/test_cpu_several.py "$@"

@@ -20,6 +20,7 @@ from ..nn.masked_weight import MaskedWeight
 from ..nn.names import first_match
 from ..nn.packed import LowBitModule, PackedWeight
 from ..nn.rules import default_reasons, find_reason, hard_reasons, tied_groups
+from ..nn.sharing import explain_sharing
 from ..nn.sparse_experts import SparseExperts
 from ..nn.sparsify import weights_of
 from ..nn.targets import candidates, obstacle
@@ -48,6 +49,8 @@ class ModuleReport:
     sparsity: float | None = None
     block: tuple[int, int] | None = None
     block_bits: str | int | None = None
+    # with whom the layer shares the preparation of its input, or why not; None before calls of several rows
+    sharing: str | None = None
 
 
 @dataclass
@@ -70,7 +73,8 @@ class Report:
         header = ["weights", "count", "parameters", "share", "MB", "bits/weight", "activations", "kernel", "why"]
         groups: dict[tuple, list[ModuleReport]] = {}
         for m in self.modules:
-            groups.setdefault((m.scheme, m.kernel, m.reason), []).append(m)
+            why = m.reason if m.sharing is None else f"{m.reason}; {m.sharing}"
+            groups.setdefault((m.scheme, m.kernel, why), []).append(m)
         rows = []
         for (scheme, kernel, reason), members in groups.items():
             parameters, size = sum(m.parameters for m in members), sum(m.bytes for m in members)
@@ -104,6 +108,7 @@ def report(model: nn.Module) -> Report:
         raise TypeError(f"`model` must be a torch module, got {type(model).__name__}.")
     why_dense, dtype = _reasons(model), compute_dtype(model)
     modules, seen = [], set()
+    names = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         lowbit = module.lowbit if isinstance(module, LowBitModule) else {}
         companions = set(module.companions()) if lowbit else set()
@@ -117,7 +122,9 @@ def report(model: nn.Module) -> Report:
             if parameter in sparse:
                 modules.append(_sparse_row(full, module, sparse[parameter], dtype))
             elif parameter in lowbit:
-                modules.append(_lowbit_row(full, module, parameter, lowbit[parameter], dtype))
+                row = _lowbit_row(full, module, parameter, lowbit[parameter], dtype)
+                row.sharing = explain_sharing(module, names)
+                modules.append(row)
             else:
                 size = tensor.numel() * tensor.element_size()
                 reason = why_dense(name, module, parameter)

@@ -30,7 +30,7 @@ static struct amx_job amx_plan(const struct lowbit_call *c, int64_t codes) {
 
 static int amx_run(struct amx_job *job, range_function prepare, range_function multiply) {
     if (!job->failed) parallel_for(prepare, job, job->tiles, 1, job->c->threads);
-    if (!job->failed) parallel_for(multiply, job, job->c->p->rows, PASS_ROWS, job->c->threads);
+    if (!job->failed) parallel_rows(multiply, job, PASS_ROWS);
     free(job->x);
     free(job->sums);
     free(job->t);

@@ -209,7 +209,7 @@ static int T(dot_linear)(const struct lowbit_call *c) {
     if (!digits) for (int64_t i = 0; i < m; i++) T(dot_prepare)(&job, i, x, (int8_t *)(x + size));
     memset(job.quads + m * size, 0, (size_t)((padded - m) * size));
     memset(job.lane_sums + m * blocks * LANES, 0, (size_t)((padded - m) * blocks * LANES * 4));
-    parallel_for(table[p->field == 8 ? 3 : p->field - 2][p->grouped != 0], &job, p->rows, 16, c->threads);
+    parallel_rows(table[p->field == 8 ? 3 : p->field - 2][p->grouped != 0], &job, 16);
     free(memory);
     return 0;
 }

@@ -150,7 +150,7 @@ static int F(dot_linear)(const struct lowbit_call *c) {
     for (int64_t m = 0; m < c->m; m++) F(dot_prepare)(&job, m, floats);
     memset(job.x + c->m * blocks * phases * VB, 0, (size_t)((padded - c->m) * blocks * phases * VB));
     memset(job.lane_sums + c->m * blocks * LANES, 0, (size_t)((padded - c->m) * blocks * LANES * 4));
-    parallel_for(table[p->field == 8 ? 3 : p->field - 2][p->grouped != 0], &job, p->rows, 16, c->threads);
+    parallel_rows(table[p->field == 8 ? 3 : p->field - 2][p->grouped != 0], &job, 16);
     free(memory);
     return 0;
 }

@@ -157,7 +157,7 @@ static int F(panel_linear)(const struct lowbit_call *c) {
     job.x = scratch(job.tiles * TILE * job.units * 4);
     if (!job.x) return -1;
     parallel_for(F(panel_prepare), &job, job.tiles, 1, c->threads);
-    if (!job.failed) parallel_for(F(panel_range), &job, p->rows, PANEL, c->threads);
+    if (!job.failed) parallel_rows(F(panel_range), &job, PANEL);
     free(job.x);
     return job.failed ? -1 : 0;
 }

@@ -18,7 +18,7 @@
 enum { TIER_PORTABLE = 0, TIER_AVX2 = 1, TIER_AVXVNNI = 2, TIER_AVX512 = 3, TIER_AMX = 4 };
 
 /* raised whenever the arguments of an exported function change: a stale build is then refused, not called */
-EXPORT int lowbit_abi(void) { return 3; }
+EXPORT int lowbit_abi(void) { return 4; }
 
 /* two threads that ask first at once find the same answer */
 EXPORT int lowbit_features(void) {
@@ -59,9 +59,36 @@ static int linear(const struct lowbit_call *c, int64_t tier) {
 EXPORT int lowbit_linear(const struct lowbit_problem *p, int64_t tier, int64_t threads, int64_t m, const void *x,
                          int64_t x_stride, const void *weight, const void *scale, const void *zero, const void *bias,
                          int64_t bias_type, void *y) {
-    struct lowbit_call call = {p, m, x_stride, x, weight, scale, zero, bias, bias_type, y, (int)threads};
+    struct lowbit_call call = {p, m, x_stride, x, weight, scale, zero, bias, bias_type, y, (int)threads, NULL};
     if (work_of(p, m) < SMALL_WORK) call.threads = 1;
     return linear(&call, tier);
+}
+
+/* one of the weights that multiply the same x; all of eight bytes, so that Python packs it without a structure */
+struct lowbit_weight { int64_t rows, weight, scale, zero, bias, bias_type, y; };
+enum { MOST_WEIGHTS = 8 };
+
+#define ADDRESS(number) ((void *)(intptr_t)(number))
+
+/* y_i = x W_i^T + bias_i for weights that agree in all of `p` but the number of rows: x is prepared once, and each has the bits of
+ * one call of `lowbit_linear`. -3 for more weights than MOST_WEIGHTS */
+EXPORT int lowbit_linears(const struct lowbit_problem *p, int64_t tier, int64_t threads, int64_t m, const void *x,
+                          int64_t x_stride, int64_t count, const struct lowbit_weight *weights) {
+    struct lowbit_problem problems[MOST_WEIGHTS];
+    struct lowbit_call calls[MOST_WEIGHTS], *head = NULL;
+    if (count > MOST_WEIGHTS) return -3;
+    for (int64_t i = count - 1; i >= 0; i--) {
+        const struct lowbit_weight *w = weights + i;
+        if (w->rows == 0) continue;
+        problems[i] = *p;
+        problems[i].rows = w->rows;
+        struct lowbit_call call = {problems + i, m, x_stride, x, ADDRESS(w->weight), ADDRESS(w->scale), ADDRESS(w->zero),
+                                   ADDRESS(w->bias), w->bias_type, ADDRESS(w->y), (int)threads, head};
+        if (work_of(problems + i, m) < SMALL_WORK) call.threads = 1;
+        calls[i] = call;
+        head = calls + i;
+    }
+    return head ? linear(head, tier) : 0;
 }
 
 struct experts_job { const struct lowbit_call *all; int64_t tier, scales; const int64_t *offsets; int status; };
@@ -94,7 +121,7 @@ static void each_expert(void *argument, int64_t begin, int64_t end) {
 EXPORT int lowbit_experts(const struct lowbit_problem *p, int64_t tier, int64_t threads, int64_t experts, const void *offsets,
                           int64_t m, const void *x, int64_t x_stride, const void *weight, const void *scale, const void *zero,
                           const void *bias, int64_t bias_type, void *y) {
-    struct lowbit_call all = {p, 0, x_stride, x, weight, scale, zero, bias, bias_type, y, (int)threads};
+    struct lowbit_call all = {p, 0, x_stride, x, weight, scale, zero, bias, bias_type, y, (int)threads, NULL};
     struct experts_job job = {&all, tier, p->scale_stride ? p->rows * p->scale_stride : 1, offsets, 0};
     int64_t active = 0, work = 0, begin = job.offsets[0], end = job.offsets[experts];
     if (begin < 0 || end > m) return -3;

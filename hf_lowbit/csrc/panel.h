@@ -248,7 +248,7 @@ static int T(panel_linear)(const struct lowbit_call *c) {
     if (!job.a || !job.sums || !job.t) job.failed = 1;
     else {
         parallel_for(T(panel_prepare), &job, job.tiles, 1, c->threads);
-        if (!job.failed) parallel_for(T(panel_range), &job, p->rows, PANEL, c->threads);
+        if (!job.failed) parallel_rows(T(panel_range), &job, PANEL);
     }
     free(job.a);
     free(job.sums);

@@ -12,6 +12,8 @@
 #include <pthread.h>
 #include <stdint.h>
 
+#include "problem.h"
+
 /* does [begin, end) of a job */
 typedef void (*range_function)(void *job, int64_t begin, int64_t end);
 
@@ -67,6 +69,14 @@ static void parallel_for(range_function run, void *job, int64_t count, int64_t s
         else run(job, parts[i].begin, parts[i].end);
     }
 #endif
+}
+
+/* run(job, begin, end) over the rows of each weight that multiplies x; x is prepared. A job begins with its call */
+static inline void parallel_rows(range_function run, void *job, int64_t step) {
+    const struct lowbit_call **call = job;
+    const struct lowbit_call *first = *call;
+    for (; *call; *call = (*call)->next) parallel_for(run, job, (*call)->p->rows, step, (*call)->threads);
+    *call = first;
 }
 
 /* run(job, i, i + 1) for each of [0, count), which may differ in work: a thread that is free takes the next */

@@ -93,7 +93,7 @@ static int portable_linear(const struct lowbit_call *c) {
     if (!job.x || !job.t || !job.a) job.failed = 1;
     else {
         parallel_for(portable_quantize, &job, c->m, 1, c->threads);
-        parallel_for(portable_rows, &job, c->p->rows, 1, c->threads);
+        parallel_rows(portable_rows, &job, 1);
     }
     free(job.x);
     free(job.t);

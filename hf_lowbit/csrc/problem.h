@@ -50,6 +50,8 @@ struct lowbit_call {
     int64_t bias_type;
     void *y;               /* [M, N] */
     int threads;
+    /* NULL, or one more product with the same x: all of its problem but `rows` is equal, and it has zero points if this has */
+    const struct lowbit_call *next;
 };
 
 /* rows of W that become numbers: all of the first `c->m`, or those named by `ids`; they go to `c->y` [M, K] in the type of

@@ -21,9 +21,10 @@ from torch import Tensor
 
 ENVIRONMENT_VARIABLE = "HF_LOWBIT_KERNEL"
 # what `os.environ` wraps, where it has one: asking that for a key costs a twentieth
-_environment, _key = os.environ, ENVIRONMENT_VARIABLE
+_environment, _key_of = os.environ, str
 if hasattr(os.environ, "_data") and hasattr(os.environ, "encodekey"):
-    _environment, _key = os.environ._data, os.environ.encodekey(ENVIRONMENT_VARIABLE)
+    _environment, _key_of = os.environ._data, os.environ.encodekey
+_key = _key_of(ENVIRONMENT_VARIABLE)
 # shapes come and go with the length of the prompt; a bound keeps the table small
 MOST_CHOICES = 4096
 
@@ -56,6 +57,8 @@ class Kernel(NamedTuple):
     `takes_stored` weights gets them as they are stored, [N, R] or [1, N, R]; one that `takes_batches` also gets x as
     it is, [..., K], and returns [..., N]: a view costs as much as the choice. `experts(x, offsets, weight, scale,
     zero_point, bias, problem)` does the products of many experts at once, see experts.py; weight is int8 [E, N, R].
+    `several(x, weights, problems)` does those of several weights with one x as it is, see several.py; biases may have
+    any dtype.
     `device`: the one type of device it is for, if any: elsewhere its refusal goes without saying.
     """
 
@@ -67,6 +70,7 @@ class Kernel(NamedTuple):
     takes_stored: bool = False
     takes_batches: bool = False
     experts: Callable[..., Tensor] | None = None
+    several: Callable[..., list[Tensor] | None] | None = None
     device: str | None = None
 
 

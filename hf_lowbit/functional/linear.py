@@ -60,33 +60,51 @@ def linear(
         x = x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             return linear(x, weight, scale, zero_point, bias, bits, in_features, group_size, int8_activations)
+    if type(x) is Tensor and not torch.is_grad_enabled() and not is_watched():
+        return linear_now(x, weight, scale, zero_point, bias, bits, in_features, group_size, int8_activations)
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    shape, stored = x.shape, weight.shape
+    y = torch.ops.hf_lowbit.linear(
+        x if len(shape) == 2 else x.reshape(-1, shape[-1]), weight.view(stored[-2], stored[-1]), scale, zero_point,
+        bias, FIELD[bits], in_features, group_size or 0, int8_activations,
+    )  # fmt: skip
+    return y if len(shape) == 2 else y.view(*shape[:-1], stored[-2])
+
+
+def linear_now(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    bits: str | int,
+    in_features: int,
+    group_size: int | None,
+    int8_activations: bool,
+) -> Tensor:
+    """`linear` where nothing is to be recorded or traced, and autocast is off: without the operator's dispatch, which
+    costs as much as a small product."""
     shape, stored = x.shape, weight.shape
     if bias is not None and bias.dtype != x.dtype:
         # under autocast, and where a model keeps its biases in float32
         bias = bias.to(x.dtype)
-    if type(x) is Tensor and not torch.is_grad_enabled() and not is_watched():
-        # nothing to record or trace: skip the operator's dispatch, which costs as much as a small product
-        call = (
-            bits, in_features, group_size, int8_activations, shape, x.dtype, device, stored[-2], scale.numel() == 1,
-            zero_point is None,
-        )  # fmt: skip
-        known = chosen(call)
-        if known is None:
-            rows, flat = x.reshape(-1, shape[-1]), weight.view(stored[-2], stored[-1])
-            problem = problem_of(rows, flat, scale, zero_point, bits, in_features, group_size or 0, int8_activations)
-            known = choose(problem).kernel, problem
-            remember(call, *known)
-        kernel, problem = known
-        if kernel.takes_batches:
-            return kernel.run(x, weight, scale, zero_point, bias, problem)
-        rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-        flat = weight if kernel.takes_stored else weight.view(stored[-2], stored[-1])
-        y = kernel.run(rows, flat, scale, zero_point, bias, problem)
-    else:
-        y = torch.ops.hf_lowbit.linear(
-            x if len(shape) == 2 else x.reshape(-1, shape[-1]), weight.view(stored[-2], stored[-1]), scale, zero_point,
-            bias, FIELD[bits], in_features, group_size or 0, int8_activations,
-        )  # fmt: skip
+    call = (
+        bits, in_features, group_size, int8_activations, shape, x.dtype, x.is_cpu or x.device.type, stored[-2],
+        scale.numel() == 1, zero_point is None,
+    )  # fmt: skip
+    known = chosen(call)
+    if known is None:
+        rows, flat = x.reshape(-1, shape[-1]), weight.view(stored[-2], stored[-1])
+        problem = problem_of(rows, flat, scale, zero_point, bits, in_features, group_size or 0, int8_activations)
+        known = choose(problem).kernel, problem
+        remember(call, *known)
+    kernel, problem = known
+    if kernel.takes_batches:
+        return kernel.run(x, weight, scale, zero_point, bias, problem)
+    rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    flat = weight if kernel.takes_stored else weight.view(stored[-2], stored[-1])
+    y = kernel.run(rows, flat, scale, zero_point, bias, problem)
     return y if len(shape) == 2 else y.view(*shape[:-1], stored[-2])
 
 

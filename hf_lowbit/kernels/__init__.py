@@ -4,5 +4,6 @@ Importing it registers kernels and nothing more: no compiler runs, no library is
 """
 
 from ..functional.dispatch import use_kernel  # noqa: F401
+from ..functional.several import separate_products  # noqa: F401
 from . import cpu, torch_native, triton  # noqa: F401
 from .triton import blocks, update  # noqa: F401

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..functional.linear import linear
+from ..functional.linear import is_watched, linear, linear_now
 from .packed import LowBitModule
+from .sharing import FEWEST_ROWS, take_product
 
 
 def packed_linear(module: LowBitModule, x: Tensor) -> Tensor:
-    """x [..., K] -> [..., N] with the module's packed `weight`."""
+    """x [..., K] -> [..., N] with the module's packed `weight`; the product may have been computed already, see
+    sharing.py."""
+    run, product = linear, module.lowbit["weight"].product
+    if type(x) is Tensor and not torch.is_grad_enabled() and not is_watched():
+        if x.is_cpu and not torch.is_autocast_enabled("cpu"):
+            if x.numel() >= FEWEST_ROWS * product[1]:
+                y = take_product(module, x)
+                if y is not None:
+                    return y
+            run = linear_now
     parameters = module._parameters
-    return linear(
+    return run(
         x, parameters["weight"], parameters["weight_scale"], parameters["weight_zero_point"], parameters["bias"],
-        *module.lowbit["weight"].product,
+        *product,
     )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def restore_dense(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
             if id(packed) not in made:
                 made[id(packed)] = nn.Parameter(module.dense_weight(name, dtype))
             remove(module, name, made[id(packed)])
-        for key in ("training_form", "_form", "_coarse"):
+        for key in ("training_form", "_form", "_coarse", "sharing"):
             module.__dict__.pop(key, None)
         module._buffers.pop("output_like", None)
         module._non_persistent_buffers_set.discard("output_like")

@@ -9,6 +9,8 @@ of threads.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ...functional.dispatch import Kernel, Problem, register_kernel
 from ...functional.linear import reference_linear
+from ...functional.several import MOST_WEIGHTS
 from . import blocks, library, rows, update  # noqa: F401
 from .record import TIERS, TYPES, record_of, refuse_tier
 
@@ -27,6 +30,8 @@ GROUP_STEP = 32
 # problem -> address of its record and the dtype of scales it was made for
 _descriptions: dict[Problem, tuple[int, torch.dtype]] = {}
 _kept: list[library.ProblemRecord] = []
+# `struct lowbit_weight` of lowbit_cpu.c, for so many weights; seven numbers of 64 bits each
+_pack_weights = [struct.Struct(f"{7 * count}q").pack for count in range(MOST_WEIGHTS + 1)]
 
 
 def refuse(name: str, problem: Problem) -> str | None:
@@ -75,19 +80,12 @@ def _linear(
             y = reference_linear(rows, flat, scale, zero_point, bias, problem)
             return y.view(*x.shape[:-1], problem.out_features)
         address = _describe(problem, scale.dtype)
-    shape = x.shape
-    if len(shape) != 2:
-        x = x.contiguous()
-        stride = problem.in_features
-    else:
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        stride = x.stride(0)
+    x, stride = _with_stride(x, problem)
     # named, so that a copy outlives the call
     scale = scale.contiguous()
     zero_point = None if zero_point is None else zero_point.contiguous()
     bias = None if bias is None else bias.contiguous()
-    y = x.new_empty((*shape[:-1], problem.out_features))
+    y = x.new_empty((*x.shape[:-1], problem.out_features))
     status = library.load().linear(
         address,
         tier,
@@ -105,6 +103,59 @@ def _linear(
     if status:
         raise MemoryError(f"no memory for the scratch of a product with {problem.rows} rows ({problem}).")
     return y
+
+
+def _with_stride(x: Tensor, problem: Problem) -> tuple[Tensor, int]:
+    """x, a copy where its rows don't lie as C reads them, and the elements from one row to the next."""
+    if len(x.shape) != 2:
+        return x.contiguous(), problem.in_features
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    return x, x.stride(0)
+
+
+def _several(
+    tier: int,
+    x: Tensor,
+    weights: Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
+    problems: tuple[Problem, ...],
+) -> list[Tensor] | None:
+    problem, scale_dtype = problems[0], weights[0][1].dtype
+    address, made_for = _descriptions.get(problem, (0, None))
+    if made_for is not scale_dtype:
+        if scale_dtype != torch.float32 and scale_dtype != torch.bfloat16:
+            return None
+        address = _describe(problem, scale_dtype)
+    x, stride = _with_stride(x, problem)
+    lead, dtype = x.shape[:-1], x.dtype
+    # copies, where tensors don't lie as C reads them, must outlive the call
+    numbers, results, kept = [], [], []
+    for (weight, scale, zero_point, bias), own in zip(weights, problems, strict=True):
+        if scale.dtype is not scale_dtype:
+            return None
+        if not scale.is_contiguous():
+            kept.append(scale := scale.contiguous())
+        out_features = own.out_features
+        y = x.new_empty((*lead, out_features))
+        zero_address = bias_address = bias_type = 0
+        if zero_point is not None:
+            kept.append(zero_point := zero_point.contiguous())
+            zero_address = zero_point.data_ptr()
+        if bias is not None:
+            kept.append(bias := bias.to(dtype).contiguous())
+            bias_address, bias_type = bias.data_ptr(), TYPES[dtype]
+        numbers += (
+            out_features, weight.data_ptr(), scale.data_ptr(), zero_address, bias_address, bias_type, y.data_ptr(),
+        )  # fmt: skip
+        results.append(y)
+    count = len(results)
+    status = library.load().linears(
+        address, tier, torch.get_num_threads(), problem.rows, x.data_ptr(), stride, count,
+        _pack_weights[count](*numbers),
+    )  # fmt: skip
+    if status:
+        raise MemoryError(f"no memory for the scratch of {count} products with {problem.rows} rows ({problem}).")
+    return results
 
 
 def _experts(
@@ -164,6 +215,7 @@ def _kernel(name: str) -> Kernel:
         partial(_linear, tier),
         takes_batches=True,
         experts=partial(_experts, tier),
+        several=partial(_several, tier),
     )
 
 

@@ -27,7 +27,7 @@ NO_C_VARIABLE = "HF_LOWBIT_NO_C"
 CACHE_VARIABLE = "HF_LOWBIT_CACHE"
 LIBRARY_VARIABLE = "HF_LOWBIT_LIBRARY"
 # the value of lowbit_abi() that this file can call
-ABI = 3
+ABI = 4
 AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX = 1, 2, 4, 8, 16
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = _PACKAGE / "csrc"
@@ -98,6 +98,7 @@ class Loaded(NamedTuple):
     reason: str
     features: int = 0
     linear: Callable[..., int] | None = None
+    linears: Callable[..., int] | None = None
     rows: Callable[..., int] | None = None
     experts: Callable[..., int] | None = None
     block_linear: Callable[..., int] | None = None
@@ -153,6 +154,8 @@ def _open(path: Path) -> Loaded:
     linear = handle.lowbit_linear
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     linear.argtypes = [pointer, number, number, number, pointer, number] + [pointer] * 4 + [number, pointer]
+    linears = handle.lowbit_linears
+    linears.argtypes = [pointer] + [number] * 3 + [pointer, number, number, pointer]
     rows = handle.lowbit_rows
     rows.argtypes = [pointer] + [number] * 3 + [pointer, number] + [pointer] * 4
     experts = handle.lowbit_experts
@@ -166,7 +169,7 @@ def _open(path: Path) -> Loaded:
     block_gradient = handle.lowbit_block_gradient
     block_gradient.argtypes = [pointer, number]
     features = handle.lowbit_features()
-    return Loaded(handle, str(path), features, linear, rows, experts, block_linear, update, block_gradient)
+    return Loaded(handle, str(path), features, linear, linears, rows, experts, block_linear, update, block_gradient)
 
 
 def _build(reasons: list[str]) -> Path | None:
