@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..functional.linear import is_watched, linear, linear_now
+from ..functional.packing import not_codes
 from .packed import LowBitModule
 from .sharing import FEWEST_ROWS, take_product
 
@@ -14,7 +15,9 @@ from .sharing import FEWEST_ROWS, take_product
 def packed_linear(module: LowBitModule, x: Tensor) -> Tensor:
     """x [..., K] -> [..., N] with the module's packed `weight`; the product may have been computed already, see
     sharing.py."""
-    run, product = linear, module.lowbit["weight"].product
+    run, product, parameters = linear, module.lowbit["weight"].product, module._parameters
+    if parameters["weight"].dtype is not torch.int8:
+        raise not_codes(parameters["weight"])
     if type(x) is Tensor and not torch.is_grad_enabled() and not is_watched():
         if x.is_cpu and not torch.is_autocast_enabled("cpu"):
             if x.numel() >= FEWEST_ROWS * product[1]:
@@ -22,7 +25,6 @@ def packed_linear(module: LowBitModule, x: Tensor) -> Tensor:
                 if y is not None:
                     return y
             run = linear_now
-    parameters = module._parameters
     return run(
         x, parameters["weight"], parameters["weight_scale"], parameters["weight_zero_point"], parameters["bias"],
         *product,

@@ -17,7 +17,9 @@ class LoadedModule(nn.Module):
     def _is_hf_initialized(self) -> bool:
         parameters = [parameter for parameter in self._parameters.values() if parameter is not None]
         known = self.__dict__.get("_is_hf_initialized", False)
-        return known or all(getattr(parameter, "_is_hf_initialized", False) for parameter in parameters)
+        # buffers that no checkpoint holds (the scale of Gemma's embeddings) are filled by `_init_weights`
+        complete = not self._non_persistent_buffers_set
+        return known or (complete and all(getattr(p, "_is_hf_initialized", False) for p in parameters))
 
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:

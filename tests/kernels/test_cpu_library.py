@@ -83,6 +83,7 @@ def test_two_processes_build_at_once(tmp_path):
         "lowbit_abi": library.ABI,
         "lowbit_features": 0,
         "lowbit_linear": 0,
+        "lowbit_linears": 0,
         "lowbit_rows": 0,
         "lowbit_experts": 0,
         "lowbit_update": 0,

@@ -2,9 +2,9 @@
 
     min over scales, norms, biases    mean over tokens KL(softmax(dense logits) || softmax(logits))
 
-at temperature 1, codes fixed unless they are asked to move (the end-to-end stage of EfficientQAT, Chen et al. 2024,
-section 3.3, with distillation in place of labels). Models without logits match their last hidden state, or their
-embeddings (CLIP): |h - h_dense|^2 / |h_dense|^2 a token.
+at temperature 1, codes fixed (the end-to-end stage of EfficientQAT, Chen et al. 2024, section 3.3, with distillation
+in place of labels). Models without logits match their last hidden state, or their embeddings (CLIP):
+|h - h_dense|^2 / |h_dense|^2 a token.
 
 The loss on held-out batches, of the low-bit model as it is stored, is taken before the first step and at regular
 intervals; the tensors of the best are what remains, bit for bit, and the start is one of the candidates.
@@ -48,7 +48,6 @@ def refine_globally(
     *,
     steps: int = 100,
     learning_rate: float = 5e-4,
-    rounding_rate: float | None = None,
     checks: int = 4,
     seed: int = 0,
 ) -> GlobalResult:
@@ -57,7 +56,6 @@ def refine_globally(
     Args:
         model, dense, batches, held_out, seed: as for `refine_blocks`.
         steps: updates, one batch each. learning_rate: of Adam, relative for scales; falls linearly to zero.
-        rounding_rate: of codes and zero points, in steps of the grid, as in `refine_blocks`; None moves neither.
         checks: how many times the held-out loss is taken on the way.
 
     Raises ValueError for empty `batches` or `held_out`, `steps` below 1, a model without low-bit weights, and a model
@@ -65,7 +63,7 @@ def refine_globally(
     """
     check(batches, held_out, steps)
     with undisturbed(model, dense):
-        tuning = Tuning(model, dense, rounding=rounding_rate is not None, rate=learning_rate, steps=steps)
+        tuning = Tuning(model, dense, rounding=False, rate=learning_rate, steps=steps)
         tensors = tuning.tensors()
 
         @torch.no_grad()
@@ -84,7 +82,7 @@ def refine_globally(
             with torch.no_grad():
                 wanted = forward(dense, batch)
             loss(forward(model, batch, tuning.run), wanted, batch).backward()
-            tuning.step(rounding_rate or 0.0)
+            tuning.step(0.0)
             if step % every == 0 or step == steps:
                 tuning.store()
                 losses.append((step, judge()))
