@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .dense_shape import DenseShape
+
 
 BALANCES = ("row", "none")
 FORMS = ("dense", "codes", "blocks")
@@ -15,7 +17,7 @@ ACTIVATIONS = ("float", "int8")
 
 
 @dataclass(frozen=True)
-class BlockLayout:
+class BlockLayout(DenseShape):
     """How the blocks of one weight are stored.
 
     `shape` is the dense shape as the model defines it: [N, K], [K, N] (`transposed`), or with a leading E for fused
@@ -57,27 +59,9 @@ class BlockLayout:
             raise ValueError(f"`live`={self.live!r} must be a number of blocks between 0 and {limit}.")
 
     @property
-    def out_features(self) -> int:
-        return self.shape[-1] if self.transposed else self.shape[-2]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[-2] if self.transposed else self.shape[-1]
-
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """(E,) for fused experts, () else."""
-        return self.shape[:-2]
-
-    @property
     def oriented_shape(self) -> tuple[int, ...]:
         """[..., N, K]."""
         return (*self.experts, self.out_features, self.in_features)
-
-    @property
-    def parameters(self) -> int:
-        """Number of dense weights."""
-        return math.prod(self.shape)
 
     @property
     def grid(self) -> tuple[int, int]:

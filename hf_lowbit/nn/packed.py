@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..configs.dense_shape import DenseShape
 from ..configs.scheme import Scheme
 from ..functional.grid import grid_of, group_count
 from ..functional.packing import pack, row_bytes, unpack
@@ -22,7 +23,7 @@ from .loaded import LoadedModule
 
 
 @dataclass(frozen=True)
-class PackedWeight:
+class PackedWeight(DenseShape):
     """How one parameter of a module is packed.
 
     `shape` is the dense shape as the model defines it: [N, K], [K, N] (`transposed`), or with a leading E for experts.
@@ -37,27 +38,6 @@ class PackedWeight:
         scheme = self.scheme
         product = scheme.bits, self.in_features, scheme.block, scheme.activations == "int8"
         object.__setattr__(self, "product", product)
-
-    @property
-    def out_features(self) -> int:
-        return self.shape[-1] if self.transposed else self.shape[-2]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[-2] if self.transposed else self.shape[-1]
-
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """(E,) for fused experts, () else."""
-        return self.shape[:-2]
-
-    @property
-    def parameters(self) -> int:
-        """Number of dense weights."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each stored tensor by suffix: "" (codes), "_scale" and, if asymmetric, "_zero_point"."""

@@ -15,7 +15,7 @@ import hf_lowbit as lb
 from hf_lowbit.training.replicas import check_replicas, synchronize
 from hf_lowbit.training.updater import direct_parameters
 from tests.processes import save, work
-from tests.training.runs import MODES, Sentences, arguments, model, snapshot
+from tests.training.runs import MODES, Sentences, accelerate_loop, arguments, model, snapshot
 
 
 STEPS = 50
@@ -113,32 +113,7 @@ def ranks_own_noise_job(folder):
 
 
 def accelerate_job(folder):
-    """accelerate's own loop, with accumulation and clipping."""
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    made = model()
-    optimizer = lb.DQTOptimizer(made, lr=2e-3, state_bits=8)
-    loader = DataLoader(Sentences(), batch_size=2)
-    wrapped, optimizer, loader = accelerator.prepare(made, optimizer, loader)
-    for _ in range(2):
-        for batch in loader:
-            with accelerator.accumulate(wrapped):
-                accelerator.backward(wrapped(**batch).loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-    check_replicas(direct_parameters(made), 4)
-    accelerator.save_state(str(Path(folder) / "state"))
-    accelerator.wait_for_everyone()
-    before = snapshot(made)
-    for _, parameter in direct_parameters(made):
-        parameter.stored.zero_()
-    accelerator.load_state(str(Path(folder) / "state"))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(made).items())
-    save(folder, "accelerate", {"model": before, "steps": optimizer.optimizer.updater.state["step"]})
+    accelerate_loop(folder, epochs=2, check=lambda made, optimizer: check_replicas(direct_parameters(made), 4))
 
 
 def release_job(folder):

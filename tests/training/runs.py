@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import TrainingArguments
 
 import hf_lowbit as lb
+from hf_lowbit.training.updater import direct_parameters
+from tests.processes import save
 from tests.quantizers.architectures import BY_ID, VOCABULARY
 
 
@@ -57,3 +61,31 @@ def different(one: dict, other: dict) -> list[str]:
     """Names of the tensors that are not equal bit for bit."""
     assert one.keys() == other.keys()
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+def accelerate_loop(folder, check, epochs=1, **options):
+    """accelerate's own loop, with accumulation and clipping, and its own way to save; `check` is called with the model
+    and our optimizer before it saves. What is loaded again must be what was there."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    made = model()
+    optimizer = lb.DQTOptimizer(made, lr=2e-3, state_bits=8, **options)
+    wrapped, optimizer, loader = accelerator.prepare(made, optimizer, DataLoader(Sentences(), batch_size=2))
+    for _ in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    check(made, optimizer.optimizer)
+    accelerator.save_state(str(Path(folder) / "state"))
+    accelerator.wait_for_everyone()
+    before = snapshot(made)
+    for _, parameter in direct_parameters(made):
+        parameter.stored.zero_()
+    accelerator.load_state(str(Path(folder) / "state"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(made).items())
+    save(folder, "accelerate", {"model": before, "steps": optimizer.optimizer.updater.state["step"]})

@@ -15,9 +15,8 @@ from transformers import Trainer, TrainerCallback
 
 import hf_lowbit as lb
 from hf_lowbit.training.shards import RowGradient
-from hf_lowbit.training.updater import direct_parameters
 from tests.processes import save, work
-from tests.training.runs import MODES, Sentences, arguments, model, snapshot
+from tests.training.runs import MODES, Sentences, accelerate_loop, arguments, model, snapshot
 
 
 def train(folder, shared, made=None, resume=None, callbacks=(), rule="adamw", **fields):
@@ -250,30 +249,7 @@ def refused_job(folder):
 
 
 def accelerate_job(folder):
-    """accelerate's own loop, with accumulation and clipping, and its own way to save."""
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    made = model()
-    optimizer = lb.DQTOptimizer(made, lr=2e-3, state_bits=8, shard_states=True)
-    wrapped, optimizer, loader = accelerator.prepare(made, optimizer, DataLoader(Sentences(), batch_size=2))
-    for batch in loader:
-        with accelerator.accumulate(wrapped):
-            accelerator.backward(wrapped(**batch).loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    optimizer.optimizer.consolidate_state_dict()
-    accelerator.save_state(str(Path(folder) / "state"))
-    accelerator.wait_for_everyone()
-    before = snapshot(made)
-    for _, parameter in direct_parameters(made):
-        parameter.stored.zero_()
-    accelerator.load_state(str(Path(folder) / "state"))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(made).items())
-    save(folder, "accelerate", {"model": before, "steps": optimizer.optimizer.updater.state["step"]})
+    accelerate_loop(folder, check=lambda made, optimizer: optimizer.consolidate_state_dict(), shard_states=True)
 
 
 if __name__ == "__main__":
